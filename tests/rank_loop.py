@@ -78,9 +78,9 @@ def meet(store: dist.Store, rank: int, size: int, *, timeout: timedelta = TIMEOU
     # Of groups that could not be made: the store has the number in its keys.
     _world.group_count = 0
     if "torch.distributed.tensor" in sys.modules:  # it keeps meshes of groups that are gone
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import debug
 
-        _clear_sharding_prop_cache()
+        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()  # not in torch 2.7
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     # Each pair is connected by its two ends on their own: who gives the group up at once closes
     # what another rank is still waiting for, and that one fails.

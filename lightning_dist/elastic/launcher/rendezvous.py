@@ -28,6 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
 from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.elastic.launcher.mail import Mail
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
@@ -95,15 +96,21 @@ def meet(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:
 
 def _gather(lobby: Store, attempt: str, missing: set[int], deadline: float) -> None:
     """Tell every rank of ``missing`` the name ``attempt``."""
-    others = len(missing)
+    others, mail, letters = len(missing), Mail(lobby), list[str]()
+
+    def comes() -> bool:
+        if (text := mail.read()) is not None:
+            letters.append(text)
+        return text is not None
+
     while missing:
-        if not _wait(lambda: lobby.queue_len("mail") > 0, deadline):
+        if not _wait(comes, deadline):
             raise TimeoutError(
                 f"{len(missing)} of {others} other ranks did not reach rank 0 in time: "
                 f"{', '.join(map(str, sorted(missing)))}; see the output of these ranks, and "
                 "whether they can connect to MASTER_ADDR and MASTER_PORT"
             )
-        rank, nonce, *confirmed = lobby.queue_pop("mail").decode().split()
+        rank, nonce, *confirmed = letters.pop().split()
         if not confirmed:
             lobby.set(f"answer-{nonce}", attempt)
         elif confirmed == [attempt]:
@@ -114,7 +121,8 @@ def _join(lobby: Store, rank: int, deadline: float) -> str:
     """The name that rank 0 has drawn."""
     nonce = secrets.token_hex(8)
     answer = f"answer-{nonce}"
-    lobby.queue_push("mail", f"{rank} {nonce}")
+    mail = Mail(lobby)
+    mail.write(f"{rank} {nonce}")
     if not _wait(lambda: lobby.check([answer]), deadline):
         raise TimeoutError(
             f"Rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
@@ -122,7 +130,7 @@ def _join(lobby: Store, rank: int, deadline: float) -> str:
         )
     attempt: str = lobby.get(answer).decode()
     lobby.delete_key(answer)
-    lobby.queue_push("mail", f"{rank} {nonce} {attempt}")
+    mail.write(f"{rank} {nonce} {attempt}")
     return attempt
 
 
