@@ -153,7 +153,7 @@ class TopK(BlockCodec):
     def _sent(self, payload: Payload, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.values == "int2":
             codes = unpack(payload[1], bits=2)
-            small, large = payload[2].to(dtype).split(1, dim=-1)
+            small, large = torch.split(payload[2].to(dtype), 1, dim=-1)
             magnitudes = torch.where(codes >> 1 == 1, large, small)
             return unpack_places(payload[0]), torch.where(codes & 1 == 1, -magnitudes, magnitudes)
         values = payload[1].to(dtype)

@@ -193,7 +193,8 @@ class WatchedAllReduce:
 
     def __post_init__(self) -> None:
         self._options = dist.AllreduceOptions()
-        self._options.asyncOp = True
+        if hasattr(self._options, "asyncOp"):  # torch 2.7 knows no other
+            self._options.asyncOp = True
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Begin the mean of ``bucket`` over all ranks."""
