@@ -53,14 +53,21 @@ def test_claims_hold_until_a_row_speaks_against_them() -> None:
 def test_what_has_not_run_is_not_said_to_hold() -> None:
     assert set(verdicts([]).values()) == {"not run"}
     rows = [{"part": "sanitizer", "not_run": "compute-sanitizer is not installed"}]
+    on_cpu = [{**row, "launches": 0} for row in GOOD if row["part"] == "step"]
+    assert {claim.judge(on_cpu)[0] for claim in CLAIMS if claim.part == "step"} == {"not run"}
     (claim,) = [each for each in CLAIMS if each.part == "sanitizer"]
     assert claim.judge(rows) == ("not run", "compute-sanitizer is not installed")
 
 
-def test_the_page_has_a_line_for_each_claim() -> None:
+@pytest.mark.on_ranks(1)
+def test_the_page_has_a_line_for_each_claim_and_the_steps() -> None:
     judged = [(claim, *claim.judge(GOOD)) for claim in CLAIMS]
-    page = page_of(collect_meta(seed=0, arguments={}), [], judged)
+    forms = (("ddp", 1), ("int8", 8))
+    rows = [step.measure(*each, device=torch.device("cpu"), **step.SIZES["cpu"]) for each in forms]
+    page = page_of(collect_meta(seed=0, arguments={}), rows, judged)
     assert all(f"| {claim.sentence} | holds |" in page for claim in CLAIMS)
+    assert "| `ddp`, fp32 | 1 |" in page
+    assert "| `int8` | 8 |" in page
 
 
 def test_overlap_is_with_the_busiest_stream() -> None:
@@ -96,4 +103,4 @@ def test_a_checkpoint_of_weights_that_change(
 def test_a_step_among_copies(codec: str, ranks: int) -> None:
     row = step.measure(codec, ranks, device=torch.device("cpu"), **step.SIZES["cpu"])
     assert row["step_ms"] > 0
-    assert (row.get("residuals_gb", 0.0) > 0) == (ranks > 1)
+    assert ((row["residuals_gb"] or 0.0) > 0) == (ranks > 1)

@@ -116,9 +116,10 @@ def measure(codec: str, ranks: int, *, device: torch.device, batch: int, **size:
     row = {"codec": codec, "ranks": ranks, "peak_gb": peak, **profiled(step, device)}
     row |= {"step_ms": statistics.median(seconds) * 1e3}
     row |= {"step_ms_spread": [min(seconds) * 1e3, max(seconds) * 1e3]}
+    held = {} if handle is None else handle.memory()
+    for name in ("residual", "buffer"):
+        row[f"{name}s_gb"] = held[f"{name}_bytes"] / 1e9 if held else None
     if handle is not None:
-        row["residuals_gb"] = handle.memory()["residual_bytes"] / 1e9
-        row["buffers_gb"] = handle.memory()["buffer_bytes"] / 1e9
         handle.close()
     return row
 
