@@ -4,7 +4,7 @@
 # make test-triton   the kernels for GPUs, in Triton's interpreter    make test-gpu   on a GPU
 # make gpu-check  what holds on a GPU, in eight minutes, with what is installed
 # make test-lowest   some tests, with the lowest versions of dependencies
-# make test-versions  features with every torch, Lightning and Accelerate that is admitted: hours
+# make test-versions  features with every torch, Lightning and Accelerate that is admitted: long
 # make soak      random faults in trainings that recover, with SEED, TRIALS and ADAPTER
 # make lint      style                        make types   mypy
 # make bench     all measurements (root)      make tables     their tables in README.md and docs/
@@ -89,7 +89,7 @@ test-lowest: $(LOWEST)/installed
 	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py) \
 	  tests/test_documents.py::test_blocks_run_on_two_ranks[accelerate]
 
-# One environment at a time; a torch is 1 GB to fetch and 3 GB of disk.
+# One environment at a time; a torch is up to 0.9 GB to fetch.
 test-versions: install
 	$(BIN)/python -m tests.campaigns.versions --json benchmarks/results/versions.json
 

@@ -73,6 +73,13 @@ def test_the_lowest_admitted_versions_are_tested() -> None:
         assert is_own or [Version(tested[each.name])] == list(map(Version, least)), each
 
 
+@pytest.mark.parametrize("name", ["mutants", "versions"])
+def test_a_campaign_starts(name: str) -> None:
+    """As its document says, without the paths that pytest adds."""
+    command = [sys.executable, "-m", f"tests.campaigns.{name}", "--help"]
+    assert "usage" in run(command, limit=100, PYTHONPATH=str(ROOT)).require_success().output
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made from the unpacked sdist, as package indexes do."""

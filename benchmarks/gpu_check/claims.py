@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from benchmarks import codecs
 from benchmarks.harness.tables import Rows, Table
 
 Verdict = Literal["holds", "fails", "not run"]
@@ -106,8 +107,6 @@ _STEPS = Table(
 
 def page_of(meta: Mapping[str, Any], rows: Rows, judged: Sequence[Judged]) -> str:
     """The report, in Markdown."""
-    from benchmarks import codecs
-
     machine = ", ".join(f"{name} {value}" for name, value in meta["machine"].items())
     lines = [
         "# Check on a GPU",

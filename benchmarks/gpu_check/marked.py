@@ -9,12 +9,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from xml.etree import ElementTree
 
 from benchmarks.harness.launch import REPOSITORY
-from benchmarks.harness.results import parser_of, recording
+from benchmarks.harness.results import of_tests, parser_of, recording
 
-_REASON = 300  # characters
+_TAIL = 300  # characters
 
 
 def main() -> None:
@@ -25,15 +24,8 @@ def main() -> None:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", f"--junitxml={report}"]
         done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
         if not report.exists():
-            sys.exit(f"pytest has not run: {done.stdout[-_REASON:]}")
-        (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
-        failed = {
-            f"{case.get('classname')}::{case.get('name')}": str(problem.get("message"))[:_REASON]
-            for case in suite.iter("testcase")
-            for problem in (*case.iter("failure"), *case.iter("error"))
-        }
-        counts = {name: int(suite.get(name, 0)) for name in ("tests", "skipped")}
-        record.add([{**counts, "failed": failed}])
+            sys.exit(f"pytest has not run: {done.stdout[-_TAIL:]}")
+        record.add([of_tests(report)])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
@@ -22,6 +23,8 @@ from benchmarks.harness.launch import REPOSITORY, Layout, RankFailed
 from benchmarks.harness.tables import Result, Rows
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist import __version__
+
+_REASON = 300  # characters
 
 
 def parser_of(doc: str | None, *, renews: bool = False) -> argparse.ArgumentParser:
@@ -168,6 +171,17 @@ def _cpu_model() -> str:
 def say(text: str) -> None:
     """Print progress, beside the tables on stdout."""
     print(text, file=sys.stderr, flush=True)
+
+
+def of_tests(report: Path) -> dict[str, Any]:
+    """Counts of pytest's JUnit ``report``, and the first words of each failure, by test."""
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    failed = {
+        f"{case.get('classname')}::{case.get('name')}": str(problem.get("message"))[:_REASON]
+        for case in suite.iter("testcase")
+        for problem in (*case.iter("failure"), *case.iter("error"))
+    }
+    return {**{name: int(suite.get(name, 0)) for name in ("tests", "skipped")}, "failed": failed}
 
 
 def is_missing(device: str) -> bool:

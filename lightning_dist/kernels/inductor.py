@@ -66,16 +66,16 @@ def should_fuse(
     Raises:
         ValueError: ``wish`` is True and there is no compiler.
     """
+    # Triton's kernels are small, and used whatever the size of the model.
+    is_large = is_accelerator(device) or numel >= FUSE_FROM_ELEMENTS
+    if wish is False or not (wish is True or is_large):
+        return False
     there = _has_compiler(device)
     if wish is True and not there:
         raise ValueError(
             f"compile_kernels=True needs a compiler for {device.type} ({_COMPILERS}) and found "
             "none; install one or use 'auto'"
         )
-    # Triton's kernels are small, and used whatever the size of the model.
-    is_large = is_accelerator(device) or numel >= FUSE_FROM_ELEMENTS
-    if wish is False or not (wish is True or is_large):
-        return False
     if says and there:
         log.warning("Compiling the codec's kernels (about 20 s the first time)")
     elif says:

@@ -15,8 +15,8 @@ from store_hosts import StoreHost
 
 from lightning_dist.elastic.launcher import rendezvous
 from lightning_dist.elastic.launcher.launch import Launch
-from lightning_dist.elastic.launcher.mail import Mail
 from lightning_dist.elastic.launcher.rendezvous import attempt_store, meet
+from lightning_dist.elastic.launcher.store_queue import StoreQueue
 
 TORCHRUN = {
     "RANK": "5",
@@ -179,7 +179,7 @@ def test_a_rank_zero_that_died_while_it_gathered(
 
 def test_a_confirmation_of_an_earlier_attempt_counts_for_nothing(agent: dist.TCPStore) -> None:
     lobby = dist.PrefixStore("lightning_dist/attempts", client(agent))
-    Mail(lobby).write("1 0123456789abcdef fedcba9876543210")
+    StoreQueue(lobby).push("1 0123456789abcdef fedcba9876543210")
     with pytest.raises(TimeoutError, match="reach rank 0 in time: 1;"):
         meet(client(agent), rank=0, world_size=2, deadline=time.monotonic() + 0.3)
 

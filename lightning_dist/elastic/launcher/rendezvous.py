@@ -28,7 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
 from lightning_dist.elastic.launcher.launch import Launch
-from lightning_dist.elastic.launcher.mail import Mail
+from lightning_dist.elastic.launcher.store_queue import StoreQueue
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
@@ -96,11 +96,11 @@ def meet(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:
 
 def _gather(lobby: Store, attempt: str, missing: set[int], deadline: float) -> None:
     """Tell every rank of ``missing`` the name ``attempt``."""
-    others, mail, letters = len(missing), Mail(lobby), list[str]()
+    others, queue, requests = len(missing), StoreQueue(lobby), list[str]()
 
     def comes() -> bool:
-        if (text := mail.read()) is not None:
-            letters.append(text)
+        if (text := queue.pop()) is not None:
+            requests.append(text)
         return text is not None
 
     while missing:
@@ -110,7 +110,7 @@ def _gather(lobby: Store, attempt: str, missing: set[int], deadline: float) -> N
                 f"{', '.join(map(str, sorted(missing)))}; see the output of these ranks, and "
                 "whether they can connect to MASTER_ADDR and MASTER_PORT"
             )
-        rank, nonce, *confirmed = letters.pop().split()
+        rank, nonce, *confirmed = requests.pop().split()
         if not confirmed:
             lobby.set(f"answer-{nonce}", attempt)
         elif confirmed == [attempt]:
@@ -121,8 +121,8 @@ def _join(lobby: Store, rank: int, deadline: float) -> str:
     """The name that rank 0 has drawn."""
     nonce = secrets.token_hex(8)
     answer = f"answer-{nonce}"
-    mail = Mail(lobby)
-    mail.write(f"{rank} {nonce}")
+    queue = StoreQueue(lobby)
+    queue.push(f"{rank} {nonce}")
     if not _wait(lambda: lobby.check([answer]), deadline):
         raise TimeoutError(
             f"Rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
@@ -130,7 +130,7 @@ def _join(lobby: Store, rank: int, deadline: float) -> str:
         )
     attempt: str = lobby.get(answer).decode()
     lobby.delete_key(answer)
-    mail.write(f"{rank} {nonce} {attempt}")
+    queue.push(f"{rank} {nonce} {attempt}")
     return attempt
 
 
@@ -151,7 +151,7 @@ def _forget_others(lobby: Store, attempt: str) -> None:
 
     Answers that are still there were for the dead: the living removed theirs before they confirmed.
     """
-    if not hasattr(lobby, "list_keys"):  # torch 2.7, where a store grows
+    if not hasattr(lobby, "list_keys"):  # in torch 2.7, with some keys more for each start
         return
     with suppress(RuntimeError):  # not every store can list its keys
         for key in lobby.list_keys():

@@ -7,7 +7,7 @@ imported without a GPU and without NVIDIA's libraries (`stand_ins`).
 
     python -m tests.campaigns.versions --json FILE [--only torch==2.9.1 --renew]
 
-Takes some 20 minutes and 3 GB of disk for each version of torch.
+A torch is up to 0.9 GB to fetch.
 """
 
 import json
@@ -20,13 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from processes import environment_of
-
-from benchmarks.harness.results import parser_of, recording, say
+from benchmarks.harness.results import of_tests, parser_of, recording, say
 from benchmarks.versions import FEATURES, IMPORT, LOSSES
 from tests.campaigns.versions.stand_ins import stand_ins_for
+from tests.processes import environment_of
 
 ROOT = Path(__file__).resolve().parents[3]
 VERSIONS = (
@@ -84,7 +82,7 @@ def environment(requirement: str) -> Iterator[tuple[str, dict[str, str]]]:
         (site / "tested.pth").write_text(f"import site; site.addsitedir({own!r})\n")
         pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
         subprocess.run([*pip, "--no-deps", "--ignore-installed", requirement], check=True)
-        variables = environment_of(PYTHONPATH=str(ROOT), TMPDIR=name)
+        variables = {**environment_of({}), "PYTHONPATH": str(ROOT), "TMPDIR": name}
         if (libraries := site / "torch" / "lib").is_dir():
             stand_ins_for(libraries, folder / "stand-ins")
             variables["LD_LIBRARY_PATH"] = str(folder / "stand-ins")
@@ -124,14 +122,7 @@ def tested(python: str, variables: Mapping[str, str], paths: Iterable[str]) -> d
             return {"error": f"not over within {_LIMIT:.0f} s"}
         if not report.exists():
             return {"error": "pytest has not run"}
-        (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
-        failed = {
-            f"{case.get('classname')}::{case.get('name')}": str(problem.get("message"))[:200]
-            for case in suite.iter("testcase")
-            for problem in (*case.iter("failure"), *case.iter("error"))
-        }
-        counts = {name: int(suite.get(name, 0)) for name in ("tests", "skipped")}
-        return {**counts, "failed": failed}
+        return of_tests(report)
 
 
 def look_at(requirement: str, reference: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
@@ -167,7 +158,7 @@ def main() -> None:
     parser.add_argument("--only", choices=VERSIONS, action="append", help="repeatable")
     given = parser.parse_args()
     with recording(given) as record:
-        reference = told(sys.executable, environment_of(), "LOSSES", "-m", *_LOSSES)
+        reference = told(sys.executable, environment_of({}), "LOSSES", "-m", *_LOSSES)
         if not isinstance(reference, dict):
             sys.exit(f"The short trainings fail in this environment: {reference}")
         for version in given.only or VERSIONS:
