@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,8 +158,27 @@ def _quick_start() -> Iterator[None]:
     with (
         patch.object(exposure, "_PROBE_BYTES", 1 << 12),
         patch.object(lightning_dist.versions, "version", _version),
+        nullcontext() if _IS_NEW else patch.object(dist, "gather", _gather),
     ):
         yield
+
+
+def _gather(own: Tensor, parts: list[Tensor] | None, **of: Any) -> dist.Work:
+    """torch's, which before 2.13 asks for this process's rank: a thread has none."""
+    options, group = dist.GatherOptions(), of["group"]
+    options.rootRank = of["group_dst"]
+    return group.gather([] if parts is None else [parts], [own], options)
+
+
+@cache
+def is_known_to_gloo(dtype: torch.dtype) -> bool:
+    """Whether collectives of gloo take it, and so DDP does: torch 2.7 has no complex numbers there."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
+    try:
+        group.broadcast([torch.zeros(1, dtype=dtype)]).wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _listening() -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def test_trackers_get_bytes_and_configuration_from_rank_0(by_hand: bool) -> None
     assert logged["comm/compression_ratio"] == last["ratio"] > 1
     configuration = notes.configuration
     known = {"codec": "int8", "world_size": 2, "topology": "1 node x 2 ranks"}
-    known["versions/torch"] = torch.__version__
+    known["versions/torch"] = version("torch")
     given = {"lr": 0.1, **{f"lightning_dist/{name}": value for name, value in known.items()}}
     assert configuration | given == configuration
     assert {type(value) for value in configuration.values()} <= {str, int, float, bool}

@@ -29,7 +29,7 @@ class Regression(L.LightningModule):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self(x.to(self.dtype)).float(), y)
+        return nn.functional.mse_loss(self(x.to(self.dtype)).float(), y.float())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
