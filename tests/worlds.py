@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -158,21 +158,23 @@ def _quick_start() -> Iterator[None]:
     with (
         patch.object(exposure, "_PROBE_BYTES", 1 << 12),
         patch.object(lightning_dist.versions, "version", _version),
-        nullcontext() if _IS_NEW else patch.object(dist, "gather", _gather),
     ):
         yield
 
 
 def _gather(own: Tensor, parts: list[Tensor] | None, **of: Any) -> dist.Work:
-    """torch's, which before 2.13 asks for this process's rank: a thread has none."""
     options, group = dist.GatherOptions(), of["group"]
     options.rootRank = of["group_dst"]
     return group.gather([] if parts is None else [parts], [own], options)
 
 
+if not _IS_NEW:  # that of torch asks for the rank of this process: a thread has another one
+    vars(dist)["gather"] = _gather
+
+
 @cache
 def is_known_to_gloo(dtype: torch.dtype) -> bool:
-    """Whether collectives of gloo take it, and so DDP does: torch 2.7 has no complex numbers there."""
+    """Whether gloo takes it, and so DDP does: in torch 2.7 it takes no complex numbers."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, TIMEOUT)
     try:
         group.broadcast([torch.zeros(1, dtype=dtype)]).wait()

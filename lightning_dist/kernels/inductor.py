@@ -178,6 +178,7 @@ def _compiled(variant: Variant, examples: Mapping[str, tuple[Any, ...]]) -> Mapp
 
 
 def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
+    from torch._dynamo.utils import get_metrics_context
     from torch._inductor.compile_fx import compile_fx  # 5 s to import: only where it is used
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -195,7 +196,8 @@ def _compile(function: Pass, arguments: tuple[Any, ...]) -> Pass:
         fakes = [None if t is None else _symbolic(t, mode, str(i)) for i, t in enumerate(tensors)]
         with mode:
             graph = make_fx(flat_function)(*fakes)
-        run: Any = compile_fx(graph, fakes)
+        with get_metrics_context():  # torch.compile's, without which torch 2.7 refuses some passes
+            run: Any = compile_fx(graph, fakes)
 
     def fused(*call: Any) -> None:
         run(*_leaves(call))

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import needs
 from store_hosts import StoreHost
 from torch.distributed import Store, TCPStore
 from worlds import Rank, run_threads
@@ -24,6 +25,7 @@ from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import GenerationGroups, init_alone
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report, Worker
+from lightning_dist.features import RECOVERY
 
 LIMIT = timedelta(seconds=30)
 
@@ -141,6 +143,7 @@ def groups() -> Iterator[GenerationGroups]:
     dist.destroy_process_group()
 
 
+@needs(RECOVERY)
 def test_connections_of_other_threads_stay_open(
     groups: GenerationGroups, server: TCPStore, connect: Callable[[], Store]
 ) -> None:
@@ -158,6 +161,7 @@ def test_connections_of_other_threads_stay_open(
         assert peer.recv(1) == b"x"
 
 
+@needs(RECOVERY)
 def test_a_line_of_a_traceback_has_one_rank(
     groups: GenerationGroups,
     server: TCPStore,

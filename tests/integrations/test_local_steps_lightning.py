@@ -24,6 +24,7 @@ from local_steps import (
     strategy,
     trained,
 )
+from needs import needs
 from replicas import of_all, require_equal
 from scenarios.fabric_runs import Run
 from scenarios.fitting import digest, half, parameters, plain
@@ -368,7 +369,7 @@ def test_what_cannot_work_is_refused() -> None:
         dist.barrier()
 
 
-@pytest.mark.skipif(FSDP.missing is not None, reason=f"FSDP2 needs torch {FSDP.since}")
+@needs(FSDP)
 def test_workers_are_not_sharded_over_all_ranks() -> None:
     shards = nn.Linear(4, 4)
     fully_shard(shards, mesh=init_device_mesh("cpu", (2,)))

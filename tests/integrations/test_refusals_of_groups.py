@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs
 from test_messages import message
 from threads import on_threads
 from torch import nn
@@ -17,6 +18,7 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs import CODECS
 from lightning_dist.elastic.private import send_buffers
 from lightning_dist.elastic.recovery.groups import init_alone
+from lightning_dist.features import ORDERED_GROUPS, RECOVERY
 from lightning_dist.integrations.torch import networks
 from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.integrations.torch.grouping import topology_of
@@ -279,6 +281,7 @@ OF_TORCH: list[dict[str, Any]] = [
 """Reducers are not taken over, so each one has groups of its own."""
 
 
+@needs(ORDERED_GROUPS)
 @pytest.mark.on_ranks(4)
 def test_every_rank_has_the_mean_in_groups_that_torch_makes() -> None:
     """In any order of groups and ranks; also where ranks have made different numbers of groups."""
@@ -310,6 +313,7 @@ def test_a_rank_that_needs_no_state_does_not_receive_it() -> None:
     assert from_rank(None, rank=1, to=[2, 3]) is None
 
 
+@needs(RECOVERY)
 @pytest.mark.usefixtures("alone")
 def test_buffers_of_one_type_are_sent_in_one_collective() -> None:
     """Running means, variances and counts of 20 layers, but those that DDP ignores."""

@@ -7,11 +7,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from feeding import Fed, Tensors, backward, compressed, digest, feed
 from numpy.typing import NDArray
 from saving import lost, totals
-from threads import on_threads
+from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
@@ -138,9 +137,7 @@ def test_a_matrix_that_is_exchanged_at_every_second_step_sends_both_sides(rank: 
             found = backward(model, fed(name, turn))[name]
             torch.testing.assert_close(found, alone[name][turn], rtol=1e-9, atol=1e-9)
             if step == 4:  # each of the two has another side to send
-                saved = [reducer.state_dict()]
-                dist.broadcast_object_list(saved, group=reducer.network.data.group, group_src=0)
-                reducer.load_state_dict(saved[0])
+                reducer.load_state_dict(of_all(rank, reducer.state_dict())[0])
 
 
 def ring(nbytes: int, size: int) -> int:
@@ -176,7 +173,10 @@ products = {"mm": torch.mm, "addmm": torch.addmm}
 
 def short(tensor: Tensor) -> Tensor:
     """As tensor cores round float32, where the setting of the moment lets them."""
-    reduced = torch.backends.cuda.matmul.fp32_precision in REDUCED
+    try:
+        reduced = torch.backends.cuda.matmul.fp32_precision in REDUCED
+    except AttributeError:  # torch 2.7
+        reduced = torch.get_float32_matmul_precision() != "highest"
     return tensor.to(torch.bfloat16).to(tensor.dtype) if reduced else tensor
 
 

@@ -19,6 +19,9 @@ class BackwardEnd:
     which the outermost one begins. And it runs before those that are queued later, as by further
     roots of ``fully_shard``, which reduce gradients then, so it queues itself once more.
 
+    A stage of a pipeline reduces gradients after the backward passes of all micro-batches. There
+    is no callback then: the end is with the last gradients.
+
     Args:
         begin: called before each forward pass of the model.
         cut_short: called before that, if a backward pass has not ended.
@@ -32,7 +35,8 @@ class BackwardEnd:
         begin: Callable[[], None] = lambda: None,
         cut_short: Callable[[], None],
     ) -> None:
-        self._call, self._begin, self._cut_short, self._queued = end, begin, cut_short, False
+        self._call, self._begin, self._cut_short = end, begin, cut_short
+        self._queued = self._is_after = False
         self._hooks = [  # before those of FSDP, which gather parameters
             model.register_forward_pre_hook(untraced(self._before_forward), prepend=True),
             model.register_forward_hook(untraced(self._after_forward)),
@@ -45,6 +49,12 @@ class BackwardEnd:
         if self._queued:
             self._queued = False
             self._cut_short()
+            if self._is_after:
+                raise RuntimeError(
+                    "In a pipeline every parameter of a stage must get a gradient in each step, "
+                    "and those of some got none: their replicas differ now. Freeze them, or call "
+                    "model.set_reduce_scatter_unused_params(True) before training"
+                )
         self._begin()
 
     def watch(self, outputs: Any) -> None:
@@ -54,10 +64,16 @@ class BackwardEnd:
                 tensor.register_hook(lambda _: self.queue())  # type: ignore[no-untyped-call]
 
     def queue(self) -> None:
-        """A backward pass is under way."""
+        """A backward pass is under way, or gradients are reduced after some."""
         if not self._queued:
-            self._queued = True
-            at_end_of_backward(lambda: at_end_of_backward(self._end))
+            self._queued, self._is_after = True, not is_in_backward()
+            if not self._is_after:
+                at_end_of_backward(lambda: at_end_of_backward(self._end))
+
+    def all_reduced(self) -> None:
+        """All gradients are reduced: the end, if that is after the backward passes."""
+        if self._queued and self._is_after:
+            self._end()
 
     def remove(self) -> None:
         """Watch the model no longer."""

@@ -179,6 +179,8 @@ class ShardedGradients:
         self.backward.queue()
         _take_accumulated(group, flat)
         self._under_way.append(self.reducer.start(flat, group.slices, key=index))
+        if len(self._under_way) == len(self._groups):
+            self.backward.all_reduced()
 
     def _finish(self) -> None:
         """Before backward() returns: what follows (clipping, the optimizer) sees the mean."""
