@@ -21,7 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp, compress_fsdp
 from lightning_dist.features import FSDP
+from lightning_dist.versions import release
 
+pytestmark = pytest.mark.skipif(
+    release(torch.__version__) < (2, 11), reason="pipelines of this torch fail over gloo"
+)
 WIDTH, MICRO_BATCHES, STEPS = 48, 4, 3
 SCHEDULES = [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)]
 """Each with its stages on one rank."""

@@ -32,7 +32,10 @@ VERSIONS = (
     *(f"lightning=={each}" for each in ("2.5.6", "2.6.0", "2.6.6")),
     *(f"accelerate=={each}" for each in ("1.10.1", "1.15.0")),
 )
-_DDP = ("test_plain_ddp.py", "test_delayed_gradients.py", "test_refusals_of_groups.py")
+_DDP = (
+    *("test_plain_ddp.py", "test_delayed_gradients.py", "test_refusals_of_groups.py"),
+    "test_pipelines.py",
+)
 ROOMS = {
     "Gradient compression and local steps": (
         *(f"tests/{each}" for each in ("codecs", "exchange", "topology", "kernels", "reducer")),
@@ -42,6 +45,8 @@ ROOMS = {
     ),
     "FSDP2": tuple(f"tests/integrations/test_fsdp{each}.py" for each in ("", "_codecs", "_shards")),
     "Asynchronous checkpoints": ("tests/checkpoint",),
+    "Checkpoints of sharded models": ("tests/integrations/test_model_parallel_checkpoints.py",),
+    "lightning-dist launch": ("tests/integrations/test_launchers.py",),
     "Elastic restart": ("tests/elastic", "tests/integrations/test_loop.py"),
     "recovery='in_process'": ("tests/integrations/test_recovery.py",),
     "CommProfiler": ("tests/profiling", "tests/integrations/test_comm_profiler.py"),
@@ -59,14 +64,18 @@ ROOMS = {
     "CompressedDDPPlugin": (
         *(f"tests/integrations/test_accelerate_{each}.py" for each in ("plugin", "state")),
     ),
+    "lightning-dist config and launch for Accelerate": (
+        *(f"tests/integrations/test_{each}.py" for each in ("run_module", "accelerate_programs")),
+    ),
+    "CompressedDDPMixin": ("tests/integrations/test_trainer_mixin.py",),
 }
-"""Tests by feature."""
+"""Tests by feature. Of Lightning's and Accelerate's versions those of their features run."""
 _LIMIT = 1500.0
 _LOSSES = ("tests.campaigns.versions.losses",)
 _NAMES = """
 import json
 from lightning_dist.features import FEATURES
-print("FOUND" + json.dumps({each.title: each.missing for each in FEATURES}))
+print("FOUND" + json.dumps([(each.title, each.package, each.missing) for each in FEATURES]))
 """
 
 
@@ -130,12 +139,13 @@ def look_at(requirement: str, reference: Mapping[str, list[float]]) -> Iterator[
     with environment(requirement) as (python, variables):
         losses = told(python, variables, "LOSSES", "-m", *_LOSSES)
         names = told(python, variables, "FOUND", "-c", _NAMES)
-        if not isinstance(names, dict):
+        if not isinstance(names, list):
             yield {"kind": requirement, "feature": IMPORT, "error": names}
             return
-        for feature, missing in names.items():
+        for feature, package, missing in names:
             row = {"kind": requirement, "feature": feature, "missing": missing}
-            if missing is None and feature in ROOMS:
+            is_its_own = requirement.startswith((package, "torch"))
+            if missing is None and feature in ROOMS and is_its_own:
                 row |= tested(python, variables, ROOMS[feature])
             yield row
         row = {"kind": requirement, "feature": LOSSES}
