@@ -1,4 +1,4 @@
-"""Table of features by versions of torch, Lightning and Accelerate (`tests.campaigns.versions`)."""
+"""Tables of `tests.campaigns.versions`: features by versions, and what GPUs get of the kernels."""
 
 from __future__ import annotations
 
@@ -39,4 +39,33 @@ FEATURES = Table(
     text="Tests that ran with each version, all others as in the environment of the tests. names: "
     "all names that the feature uses are there. no: one is not. losses: of 4 steps with every "
     "codec on two ranks, the largest relative difference from those of the other tests.",
+)
+
+
+def _registers(row: Row) -> str:
+    return f"{row['registers']}" + (f", {row['spilled']} B" if row["spilled"] else "")
+
+
+def _register_columns(rows: Rows) -> list[Column]:
+    targets = dict.fromkeys((row["kind"], row["architecture"]) for row in rows)
+    named = [(f"Triton {kind.partition('==')[2]}, sm_{sm}", (kind, sm)) for kind, sm in targets]
+    return [
+        ("codec", "`{codec}`"),
+        ("pass", "{pass}"),
+        *((head, _registers, target) for head, target in named),
+    ]
+
+
+def _register_lines(rows: Rows) -> Iterable[Row]:
+    targets = [{**row, "target": (row["kind"], row["architecture"])} for row in rows]
+    return pivot(targets, of=["codec", "pass"], by="target")
+
+
+REGISTERS = Table(
+    has="registers",
+    columns=_register_columns,
+    lines=_register_lines,
+    text="Registers of a thread, of 255 that there are, and bytes for what does not fit: kernels "
+    "compiled without a GPU, for gradients in float32 whose addresses 16 divides, with error "
+    "feedback.",
 )

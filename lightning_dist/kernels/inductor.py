@@ -103,6 +103,9 @@ def fused_passes(variant: Variant) -> Mapping[str, Pass]:
     # one waits for ever when it is destroyed.
     with _one_at_a_time:
         if variant not in _fused:
+            # Where there is no GPU, torch 2.11 goes on using an object of the thread that traced
+            # first, when that thread has ended: it must not be the one below.
+            getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
             with ThreadPoolExecutor(1) as compiler:
                 _fused[variant] = compiler.submit(_fused_passes, variant).result()
         return _fused[variant]

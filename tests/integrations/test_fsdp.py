@@ -39,7 +39,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -461,7 +461,8 @@ class WithoutAccelerator(FullyShardedDataParallel):
 
 def on_two_meshes(mesh: DeviceMesh) -> nn.Module:
     """Its weight is sharded over one dimension, its bias over the other."""
-    other = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0))
+    over = _fsdp_common.FSDPMeshInfo(mesh["replicate"], shard_mesh_dim=0)
+    other = _fsdp_common.ShardPlacementResult(Shard(0), over)
     return fully_shard(
         nn.Linear(WIDTH, WIDTH),
         mesh=mesh["shard"],

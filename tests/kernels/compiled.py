@@ -1,6 +1,6 @@
 """Prints PTX and resources of all passes of some codecs, as JSON.
 
-    python compiled.py ARCHITECTURE DTYPE KIND CODEC...
+    python compiled.py ARCHITECTURE DTYPE KIND [CODEC...]
 
 A process of its own: Triton must not interpret. No GPU is needed: kernels are compiled for one, and
 not loaded. ``KIND`` of the slices is ``aligned`` or ``odd``.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import triton
-from eager import laid_out, span_of
+from eager import CODECS, laid_out, span_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -112,6 +112,6 @@ def all_passes(codec_name: str, dtype: torch.dtype, sm: int, kind: str) -> dict[
 if __name__ == "__main__":
     architecture, dtype, kind, *codecs = sys.argv[1:]
     every: dict[str, Any] = {}
-    for name in codecs:
+    for name in codecs or CODECS:
         every |= all_passes(name, getattr(torch, dtype), int(architecture), kind)
     print(json.dumps(every))

@@ -26,6 +26,8 @@ on_device = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ] * (DEVICE.type == "cuda")
 """Marks of tests on it."""
+CODECS = ["int8", "int4", "fp8", "sign", "qsgd:norm=l2", "terngrad:clip_sigma=2.5", "none"]
+"""Codecs with other kernels than those of the codecs before them."""
 
 
 def laid_out(*sizes: int, gap: int = 0) -> list[Slice]:

@@ -14,19 +14,16 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import of_tests, parser_of, recording, say
 from benchmarks.versions import FEATURES, IMPORT, LOSSES
-from tests.campaigns.versions.stand_ins import stand_ins_for
+from tests.campaigns.versions.environments import LIMIT, ROOT, environment, told
 from tests.processes import environment_of
 
-ROOT = Path(__file__).resolve().parents[3]
 VERSIONS = (
     *(f"torch=={each}" for each in ("2.7.1", "2.9.1", "2.11.0", "2.13.0", "2.14.1", "2.15.0")),
     *(f"lightning=={each}" for each in ("2.5.6", "2.6.0", "2.6.6")),
@@ -70,48 +67,12 @@ ROOMS = {
     "CompressedDDPMixin": ("tests/integrations/test_trainer_mixin.py",),
 }
 """Tests by feature. Of Lightning's and Accelerate's versions those of their features run."""
-_LIMIT = 1500.0
 _LOSSES = ("tests.campaigns.versions.losses",)
 _NAMES = """
 import json
 from lightning_dist.features import FEATURES
 print("FOUND" + json.dumps([(each.title, each.package, each.missing) for each in FEATURES]))
 """
-
-
-@contextmanager
-def environment(requirement: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Python with that version before all others, and its variables."""
-    with tempfile.TemporaryDirectory(prefix="versions-") as name:
-        folder, own = Path(name), sysconfig.get_path("purelib")
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-        python = str(folder / "bin" / "python")
-        command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        site = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
-        (site / "tested.pth").write_text(f"import site; site.addsitedir({own!r})\n")
-        pip = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-cache-dir"]
-        subprocess.run([*pip, "--no-deps", "--ignore-installed", requirement], check=True)
-        variables = {**environment_of({}), "PYTHONPATH": str(ROOT), "TMPDIR": name}
-        if (libraries := site / "torch" / "lib").is_dir():
-            stand_ins_for(libraries, folder / "stand-ins")
-            variables["LD_LIBRARY_PATH"] = str(folder / "stand-ins")
-        yield python, variables
-
-
-def told(python: str, variables: Mapping[str, str], mark: str, *words: str) -> Any:
-    """What a program prints behind ``mark``; else its last line, as a text."""
-    done = subprocess.run(
-        [python, "-W", "ignore", *words],
-        cwd=ROOT,
-        env=dict(variables),
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT,
-    )
-    for line in done.stdout.splitlines():
-        if line.startswith(mark):
-            return json.loads(line.removeprefix(mark))
-    return (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
 
 
 def tested(python: str, variables: Mapping[str, str], paths: Iterable[str]) -> dict[str, Any]:
@@ -125,10 +86,10 @@ def tested(python: str, variables: Mapping[str, str], paths: Iterable[str]) -> d
                 cwd=ROOT,
                 env=dict(variables),
                 capture_output=True,
-                timeout=_LIMIT,
+                timeout=LIMIT,
             )
         except subprocess.TimeoutExpired:
-            return {"error": f"not over within {_LIMIT:.0f} s"}
+            return {"error": f"not over within {LIMIT:.0f} s"}
         if not report.exists():
             return {"error": "pytest has not run"}
         return of_tests(report)
