@@ -10,6 +10,11 @@ from torch import nn
 from lightning_dist.private import at_end_of_backward, is_in_backward, tensors_in
 from lightning_dist.reducer.observer import untraced
 
+ZEROS_FOR_UNUSED = (
+    "call model.set_reduce_scatter_unused_params(True) before training (torch 2.13 or newer)"
+)
+"""Remedy for parameters that a backward pass gives no gradient."""
+
 
 class BackwardEnd:
     """Calls ``end`` once at the end of each outermost backward pass of a model.
@@ -52,8 +57,8 @@ class BackwardEnd:
             if self._is_after:
                 raise RuntimeError(
                     "In a pipeline every parameter of a stage must get a gradient in each step, "
-                    "and those of some got none: their replicas differ now. Freeze them, or call "
-                    "model.set_reduce_scatter_unused_params(True) before training"
+                    "and those of some got none: their replicas differ now. Freeze them, or "
+                    f"{ZEROS_FOR_UNUSED}"
                 )
         self._begin()
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.integrations.torch.fsdp.backward import BackwardEnd
+from lightning_dist.integrations.torch.fsdp.backward import ZEROS_FOR_UNUSED, BackwardEnd
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.integrations.torch.fsdp.private import runs_after_accumulation
 from lightning_dist.integrations.torch.fsdp.tensor_parts import TensorParts
@@ -164,8 +164,8 @@ class ShardedGradients:
         if flat.numel() != group.numel:
             raise RuntimeError(
                 "Every parameter of a group must get a gradient in each backward pass; one of "
-                f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or call "
-                "model.set_reduce_scatter_unused_params(True) before training"
+                f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or "
+                f"{ZEROS_FOR_UNUSED}"
             )
         if any(map(runs_after_accumulation, group.parameters)):
             raise ValueError(
@@ -191,8 +191,7 @@ class ShardedGradients:
                 raise RuntimeError(
                     "Gradients accumulated under no_sync() must be exchanged before they are "
                     f"applied, but {', '.join(part.name for part in group.slices)} got none in the "
-                    "backward pass after it; call model.set_reduce_scatter_unused_params(True) "
-                    "before training"
+                    f"backward pass after it; {ZEROS_FOR_UNUSED}"
                 )
         self.reducer.finish()
         under_way, self._under_way = self._under_way, []
