@@ -265,7 +265,7 @@ RECOVERY = Feature(
 
 FSDP = Feature(
     "FSDP2",
-    "2.11",
+    "2.9",
     {
         "torch.distributed.fsdp:FSDPModule": "_get_fsdp_state",
         f"{_FSDP}._fsdp_param_group:FSDPParamGroup": (

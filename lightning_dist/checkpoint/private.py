@@ -73,3 +73,9 @@ def offset_in_file(tensor: Tensor) -> int:
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None
     return offset
+
+
+def knows_offset(tensor: Tensor) -> bool:
+    """Whether a tensor on ``"meta"`` has one: not before torch 2.11."""
+    SHARDED_CHECKPOINTS.require()
+    return tensor.untyped_storage()._checkpoint_offset is not None

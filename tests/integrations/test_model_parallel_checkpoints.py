@@ -41,6 +41,7 @@ from lightning_dist.checkpoint.reading import load as load_checkpoint
 from lightning_dist.checkpoint.snapshot.plan import Plan
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.cli import app
+from lightning_dist.versions import release
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
 NAME = "epoch=0.ckpt"
@@ -356,6 +357,10 @@ def test_loaders_of_tensor_parallel_ranks_go_on(tmp_path: Path) -> None:
     require_same_samples(tmp_path / "restarted", tmp_path / "straight", worlds=[4] * 36)
 
 
+@pytest.mark.skipif(
+    release(torch.__version__) < (2, 11),
+    reason="DTensor of this torch takes another mesh's group, where one process makes several",
+)
 def test_other_meshes_go_on(tmp_path: Path) -> None:
     """Two replicas of two ranks, then one of two, then two of one: rounded otherwise at most.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.checkpoint.private import chunk_of, offset_in_file
+from lightning_dist.checkpoint.private import chunk_of, knows_offset, offset_in_file
 from lightning_dist.checkpoint.reading import opened
 from lightning_dist.checkpoint.restricted import restricted_load
 from lightning_dist.checkpoint.snapshot.plan import Striped, local_of
+from lightning_dist.private import tensors_in
 
 
 def without_shards(state: Any, mesh: DeviceMesh) -> tuple[Any, list[Striped]]:
@@ -102,16 +104,19 @@ def load_lazily(path: str, *, weights_only: bool | None = None) -> Iterator[Lazy
     """The state at ``path``, of which each rank reads what it needs.
 
     It is to be verified before. With ``weights_only=False``, where tensors may be anywhere, all of
-    it is read at once.
+    it is read at once, as before torch 2.11, which does not tell where they are in the file.
 
     Raises:
         FileNotFoundError: nothing is there.
         CheckpointError: a newer version of this package wrote it, or it holds no state.
         ValueError: ``weights_only`` does not let it be read.
     """
-    device = "cpu" if weights_only is False else "meta"
     with opened(path, check=False) as file:
-        state = restricted_load(file, path=path, map_location=device, weights_only=weights_only)
+        load = partial(restricted_load, file, path=path, weights_only=weights_only)
+        state = load(map_location="cpu" if weights_only is False else "meta")
+        if not all(knows_offset(each) for each in tensors_in(state) if each.is_meta):
+            file.seek(0)
+            state = load(map_location="cpu")
         yield LazyState(file, state)
 
 

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from lightning_dist.exchange.traffic import ring_all_gather
 from lightning_dist.private import sparse_parts
-from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, slices_of
 from lightning_dist.reducer.reducer import Reducer
 
 
@@ -92,9 +93,16 @@ class DDPBuckets:
         # Complete for the parameters of a bucket once DDP hands the bucket over.
         absent = () if used is None else [each.name for each in slices if each.name not in used]
         key = bucket.index()
-        handle = self.reducer.start(bucket.buffer(), slices, key=key, absent=absent)
+        buffer = bucket.buffer()
+        is_complex = buffer.is_complex()  # before torch 2.11; since then its pairs of real numbers
+        handle = self.reducer.start(as_real(buffer).flatten(), slices, key=key, absent=absent)
+
+        def mean(done: Future[Tensor]) -> Tensor:
+            flat = done.value()
+            return torch.view_as_complex(flat.view(-1, 2)) if is_complex else flat
+
         # A future carries an exception to DDP's C++ side only through `then`.
-        return handle.done.then(lambda done: done.value())
+        return handle.done.then(mean)
 
     def _reduce_sparse(self, gradient: Tensor) -> Future[Tensor]:
         """Average rows of an embedding, which are alone in their bucket, as DDP itself does."""

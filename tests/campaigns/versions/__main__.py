@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.harness.results import of_tests, parser_of, recording, say
 from benchmarks.versions import FEATURES, IMPORT, LOSSES
+from lightning_dist.versions import installed_version
 from tests.campaigns.versions.environments import LIMIT, ROOT, environment, told
 from tests.processes import environment_of
 
@@ -104,6 +105,8 @@ def look_at(requirement: str, reference: Mapping[str, list[float]]) -> Iterator[
             yield {"kind": requirement, "feature": IMPORT, "error": names}
             return
         for feature, package, missing in names:
+            if not installed_version(package):
+                continue
             row = {"kind": requirement, "feature": feature, "missing": missing}
             is_its_own = requirement.startswith((package, "torch"))
             if missing is None and feature in ROOMS and is_its_own:
