@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,14 @@ ROOMS = {
     ),
     "CompressedDDPMixin": ("tests/integrations/test_trainer_mixin.py",),
 }
-"""Tests by feature. Of Lightning's and Accelerate's versions those of their features run."""
+"""Tests by feature, or by a part that every version has. With a version of Lightning or Accelerate
+those of its features run."""
 _LOSSES = ("tests.campaigns.versions.losses",)
+WHOLE_JOBS = (
+    *("FSDP2", "Checkpoints of sharded models", "lightning-dist launch", "ElasticRestart"),
+    *("recovery='in_process'", "recovery='in_process' of a Trainer"),
+)
+"""Features whose slow tests run too: they have few others."""
 _NAMES = """
 import json
 from lightning_dist.features import FEATURES
@@ -76,14 +82,16 @@ print("FOUND" + json.dumps([(each.title, each.package, each.missing) for each in
 """
 
 
-def tested(python: str, variables: Mapping[str, str], paths: Iterable[str]) -> dict[str, Any]:
-    """Counts of tests in these files, and the first lines of those that fail."""
+def tested(python: str, variables: Mapping[str, str], feature: str) -> dict[str, Any]:
+    """Counts of the feature's tests, and the first lines of those that fail."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
+        if feature in WHOLE_JOBS:
+            command += ["-m", "not exhaustive"]
         try:
             subprocess.run(
-                [*command, *paths],
+                [*command, *ROOMS[feature]],
                 cwd=ROOT,
                 env=dict(variables),
                 capture_output=True,
@@ -104,13 +112,14 @@ def look_at(requirement: str, reference: Mapping[str, list[float]]) -> Iterator[
         if not isinstance(names, list):
             yield {"kind": requirement, "feature": IMPORT, "error": names}
             return
-        for feature, package, missing in names:
+        others = [each for each in ROOMS if all(each != title for title, *_ in names)]
+        for feature, package, missing in [*names, *((each, "torch", None) for each in others)]:
             if not installed_version(package):
                 continue
             row = {"kind": requirement, "feature": feature, "missing": missing}
             is_its_own = requirement.startswith((package, "torch"))
             if missing is None and feature in ROOMS and is_its_own:
-                row |= tested(python, variables, ROOMS[feature])
+                row |= tested(python, variables, feature)
             yield row
         row = {"kind": requirement, "feature": LOSSES}
         if isinstance(losses, dict):
