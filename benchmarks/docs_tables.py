@@ -27,7 +27,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from benchmarks import codecs
+from benchmarks import codecs, versions
 from benchmarks.checkpoint import tables as checkpoint
 from benchmarks.convergence.tables import TIME_TO_ACCURACY, convergence
 from benchmarks.figures import FIGURES
@@ -49,6 +49,7 @@ DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
     "benchmarks/results/README.md",
+    "docs/install.md",
     *(f"docs/{page}.md" for page in _OF_ARGUMENTS),
 )
 _OF_GPT = partial(convergence, task="gpt")
@@ -63,6 +64,8 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "hierarchical": ("hierarchical", forms),
     "kernels": ("codecs", codecs.KERNELS),
     "memory": ("codecs", codecs.MEMORY),
+    "registers": ("registers", versions.REGISTERS),
+    "versions": ("versions", versions.FEATURES),
     "convergence-gpt": ("convergence", _OF_GPT),
     "convergence-gpt-long": ("convergence_long", _OF_GPT),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),

@@ -73,7 +73,7 @@ def test_the_lowest_admitted_versions_are_tested() -> None:
         assert is_own or [Version(tested[each.name])] == list(map(Version, least)), each
 
 
-@pytest.mark.parametrize("name", ["mutants", "versions"])
+@pytest.mark.parametrize("name", ["mutants", "versions", "versions.registers"])
 def test_a_campaign_starts(name: str) -> None:
     """As its document says, without the paths that pytest adds."""
     command = [sys.executable, "-m", f"tests.campaigns.{name}", "--help"]

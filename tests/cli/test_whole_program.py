@@ -11,11 +11,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning
 import pytest
-import torch
 from calls import LOADED, commands, program, save
 from cli_saves import damage, save_file
 from planted import Planted
@@ -293,7 +293,7 @@ def test_version() -> None:
     first, *others = above.splitlines()
     assert first == f"lightning-dist {lightning_dist.__version__}"
     found = dict(line.split(" ") for line in others)
-    assert found["torch"] == torch.__version__
+    assert found["torch"] == version("torch")
     assert found["python"] == platform.python_version()
     assert found["lightning"] == lightning.__version__
     assert "FSDP2: available" in features.splitlines()
