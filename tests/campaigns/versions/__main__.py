@@ -86,7 +86,7 @@ def tested(python: str, variables: Mapping[str, str], feature: str) -> dict[str,
     """Counts of the feature's tests, and the first lines of those that fail."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
+        command = [python, "-m", "pytest", "-n", "3", "--dist", "loadfile", f"--junitxml={report}"]
         if feature in WHOLE_JOBS:
             command += ["-m", "not exhaustive"]
         try:
