@@ -49,7 +49,6 @@ DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
     "benchmarks/results/README.md",
-    "docs/install.md",
     *(f"docs/{page}.md" for page in _OF_ARGUMENTS),
 )
 _OF_GPT = partial(convergence, task="gpt")
@@ -65,7 +64,6 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "kernels": ("codecs", codecs.KERNELS),
     "memory": ("codecs", codecs.MEMORY),
     "registers": ("registers", versions.REGISTERS),
-    "versions": ("versions", versions.FEATURES),
     "convergence-gpt": ("convergence", _OF_GPT),
     "convergence-gpt-long": ("convergence_long", _OF_GPT),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),

@@ -273,6 +273,7 @@ FSDP = Feature(
             "_reduce_scatter_comm device gradient_divide_factor force_sum_reduction_for_comms"
         ),
         f"{_FSDP}._fsdp_collectives": "_get_gradient_divide_factors",
+        f"{_FSDP}._fsdp_state:FSDPState": "_root_post_backward_final_callback",
         f"{_FSDP}._fsdp_param:FSDPParam": (
             "_orig_size fsdp_placement mp_policy padded_sharded_param_size sharded_param"
         ),

@@ -201,21 +201,47 @@ def test_stages_sharded_over_all_ranks() -> None:
         assert 0 < (near - plain).norm() < 0.1 * plain.norm()
 
 
-@needs(FSDP)
-@pytest.mark.on_ranks(2)
-def test_a_group_without_gradients_is_told_of() -> None:
-    """Replicas part, because FSDP does not say when it has reduced all that there is."""
-    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("stage", "replicate", "shard"))
+def one_stage(mesh: DeviceMesh) -> tuple[nn.Module, Any]:
+    """A layer with parameters that nothing uses, and a schedule of it alone."""
     model = nn.Sequential(*layers(1))
     model[0][1].unused = nn.Linear(8, 8)  # the activation does not call it
     for each in (model[0][1].unused, model):
         fully_shard(each, mesh=mesh["shard"])
-    compress_fsdp(model, "int8", mesh=mesh["replicate", "shard"], min_compress_numel=0)
     stage = stage_of(model, 0, 1, mesh.get_group("stage"))
-    run = Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_of)
-    given = torch.ones(4, WIDTH)
-    run.step(given, target=given)
-    with pytest.raises(RuntimeError) as wrapped:
-        run.step(given, target=given)
-    cause = str(wrapped.value.__cause__)
-    assert cause.startswith("In a pipeline every parameter of a stage must get a gradient"), cause
+    return model, Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_of)
+
+
+@needs(FSDP)
+@pytest.mark.on_ranks(2)
+@pytest.mark.parametrize("parameters", [None, "none"])
+def test_a_group_of_a_stage_without_gradients(parameters: str | None) -> None:
+    """It is left out, and the others are averaged before the optimizer steps."""
+    shape = (1, 2, 1) if parameters is None else (1, 1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("stage", "replicate", "shard"))
+    model, run = one_stage(mesh)
+    over = mesh["replicate", "shard"] if parameters is None else mesh["shard"]
+    codec = "int8" if parameters is None else "qsgd:bits=8"
+    given: Any = {"parameters": parameters, "min_compress_numel": 0}
+    gradients = compress_fsdp(model, codec, mesh=over, **given)
+    data = torch.full((4, WIDTH), float(dist.get_rank()))
+    for steps in (1, 2):
+        run.step(data, target=data + 1)
+        assert gradients.comm_stats()["steps"] == steps
+        found = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        assert len(found) == 2
+        if parameters is None:
+            assert all(all(map(torch.equal, found, other)) for other in of_all(found))
+        model.zero_grad()
+    gradients.close()
+
+
+@needs(FSDP)
+@pytest.mark.on_ranks(2)
+def test_stages_that_are_compressed_together_are_refused() -> None:
+    """Each is reduced by itself, and divided by the micro-batches after that."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("stage", "replicate", "shard"))
+    model, run = one_stage(mesh)
+    compress_fsdp(nn.ModuleList([model]), "int8", mesh=mesh["replicate", "shard"])
+    data = torch.ones(4, WIDTH)
+    with pytest.raises(RuntimeError, match="call both for each stage"):
+        run.step(data, target=data)

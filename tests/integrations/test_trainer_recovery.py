@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 import torch
 import wandb_runs
+from needs import needs
 from recovering_jobs import STEP, TrainerJob, weights_alone
 from recovering_loops import SIZE
 from tiers import some_exhaustive
 
+from lightning_dist.features import RECOVERY
 from lightning_dist.profiling.run import read_run, run_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
+pytestmark = [
+    needs(RECOVERY),
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.ranks(3),
+]
 
 
 def test_the_progress_bar_goes_on_at_the_next_leader(

@@ -10,9 +10,11 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from needs import needs
 from planted import MS, Planted, bare, replace
 from processes import run
 
+from lightning_dist.features import FLIGHT_RECORDER
 from lightning_dist.integrations.profiler.live import LiveProfile, log_summary, of_one_rank
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import (
@@ -309,6 +311,7 @@ dist.destroy_process_group()  # torch's threads may abort a process that ends wi
 """
 
 
+@needs(FLIGHT_RECORDER)
 @pytest.mark.parametrize(("size", "kept"), [(None, 30), ("20", 20), ("0", 0)])
 def test_what_torch_keeps_is_written(
     size: str | None,

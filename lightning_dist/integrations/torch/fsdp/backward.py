@@ -6,14 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_dist.integrations.torch.fsdp.private import after_reductions
 from lightning_dist.private import at_end_of_backward, is_in_backward, tensors_in
 from lightning_dist.reducer.observer import untraced
-
-ZEROS_FOR_UNUSED = (
-    "call model.set_reduce_scatter_unused_params(True) before training (torch 2.13 or newer)"
-)
-"""Remedy for parameters that a backward pass gives no gradient."""
 
 
 class BackwardEnd:
@@ -24,8 +21,8 @@ class BackwardEnd:
     which the outermost one begins. And it runs before those that are queued later, as by further
     roots of ``fully_shard``, which reduce gradients then, so it queues itself once more.
 
-    A stage of a pipeline reduces gradients after the backward passes of all micro-batches. There
-    is no callback then: the end is with the last gradients.
+    A stage of a pipeline reduces gradients after the backward passes of all micro-batches, outside
+    of them. The end is then that of the reductions of ``model``, which has to be the stage.
 
     Args:
         begin: called before each forward pass of the model.
@@ -42,6 +39,9 @@ class BackwardEnd:
     ) -> None:
         self._call, self._begin, self._cut_short = end, begin, cut_short
         self._queued = self._is_after = False
+        self._unwatch: Callable[[], None] | None = None
+        if isinstance(model, FSDPModule):
+            self._unwatch = after_reductions(model, self._all_reduced)
         self._hooks = [  # before those of FSDP, which gather parameters
             model.register_forward_pre_hook(untraced(self._before_forward), prepend=True),
             model.register_forward_hook(untraced(self._after_forward)),
@@ -54,12 +54,6 @@ class BackwardEnd:
         if self._queued:
             self._queued = False
             self._cut_short()
-            if self._is_after:
-                raise RuntimeError(
-                    "In a pipeline every parameter of a stage must get a gradient in each step, "
-                    "and those of some got none: their replicas differ now. Freeze them, or "
-                    f"{ZEROS_FOR_UNUSED}"
-                )
         self._begin()
 
     def watch(self, outputs: Any) -> None:
@@ -69,14 +63,24 @@ class BackwardEnd:
                 tensor.register_hook(lambda _: self.queue())  # type: ignore[no-untyped-call]
 
     def queue(self) -> None:
-        """A backward pass is under way, or gradients are reduced after some."""
+        """A backward pass is under way, or gradients are reduced after some.
+
+        Raises:
+            RuntimeError: the latter, of a module that is no stage.
+        """
         if not self._queued:
-            self._queued, self._is_after = True, not is_in_backward()
-            if not self._is_after:
+            is_after = not is_in_backward()
+            if is_after and self._unwatch is None:
+                raise RuntimeError(
+                    "Gradients are reduced outside of a backward pass, as in a pipeline, and "
+                    "fully_shard was not called on the module that compress_fsdp got; call both "
+                    "for each stage"
+                )
+            self._queued, self._is_after = True, is_after
+            if not is_after:
                 at_end_of_backward(lambda: at_end_of_backward(self._end))
 
-    def all_reduced(self) -> None:
-        """All gradients are reduced: the end, if that is after the backward passes."""
+    def _all_reduced(self) -> None:
         if self._queued and self._is_after:
             self._end()
 
@@ -84,6 +88,8 @@ class BackwardEnd:
         """Watch the model no longer."""
         for hook in self._hooks:
             hook.remove()
+        if self._unwatch is not None:
+            self._unwatch()
 
     def _before_forward(self, *_: Any) -> None:
         self.begin()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,21 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
     from torch.distributed.fsdp import FSDPModule
+
+
+# The schedule of a pipeline calls nothing else after the backward passes of all micro-batches.
+def after_reductions(model: FSDPModule, call: Callable[[], None]) -> Callable[[], None]:
+    """Let ``call`` run when the gradients of a root are reduced; the result undoes that."""
+    FSDP.require()
+    state: Any = model._get_fsdp_state()
+    reduce = state._root_post_backward_final_callback
+
+    def then_call(*given: Any) -> None:
+        reduce(*given)
+        call()
+
+    state._root_post_backward_final_callback = then_call
+    return lambda: vars(state).pop("_root_post_backward_final_callback", None)
 
 
 # FSDP tells nobody in which order parameters lie in the gradients that it reduces.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.accelerator import is_accelerator
-from lightning_dist.integrations.torch.fsdp.backward import ZEROS_FOR_UNUSED, BackwardEnd
+from lightning_dist.integrations.torch.fsdp.backward import BackwardEnd
 from lightning_dist.integrations.torch.fsdp.checks import ParameterGroup
 from lightning_dist.integrations.torch.fsdp.private import runs_after_accumulation
 from lightning_dist.integrations.torch.fsdp.tensor_parts import TensorParts
@@ -27,6 +27,10 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.topology import Topology
+
+_ZEROS_FOR_UNUSED = (
+    "call model.set_reduce_scatter_unused_params(True) before training (torch 2.13 or newer)"
+)
 
 
 @dataclass
@@ -44,7 +48,7 @@ class ShardedGradients:
     """Averages the gradient shards of a model between replicas with ``reducer``.
 
     FSDP's all-reduce hook hands over the flat shard of a parameter group once it is reduced inside
-    the replica; all have their mean before ``backward`` returns.
+    the replica; all have their mean before ``backward`` returns, or a pipeline's step.
 
     Args:
         groups: of the parameters that are trained.
@@ -165,7 +169,7 @@ class ShardedGradients:
             raise RuntimeError(
                 "Every parameter of a group must get a gradient in each backward pass; one of "
                 f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or "
-                f"{ZEROS_FOR_UNUSED}"
+                f"{_ZEROS_FOR_UNUSED}"
             )
         if any(map(runs_after_accumulation, group.parameters)):
             raise ValueError(
@@ -179,8 +183,6 @@ class ShardedGradients:
         self.backward.queue()
         _take_accumulated(group, flat)
         self._under_way.append(self.reducer.start(flat, group.slices, key=index))
-        if len(self._under_way) == len(self._groups):
-            self.backward.all_reduced()
 
     def _finish(self) -> None:
         """Before backward() returns: what follows (clipping, the optimizer) sees the mean."""
@@ -188,10 +190,11 @@ class ShardedGradients:
             return
         for group in self._groups:
             if group.skipped and any(each.grad is not None for each in group.parameters):
+                self._abandon()
                 raise RuntimeError(
                     "Gradients accumulated under no_sync() must be exchanged before they are "
                     f"applied, but {', '.join(part.name for part in group.slices)} got none in the "
-                    f"backward pass after it; {ZEROS_FOR_UNUSED}"
+                    f"backward pass after it; {_ZEROS_FOR_UNUSED}"
                 )
         self.reducer.finish()
         under_way, self._under_way = self._under_way, []

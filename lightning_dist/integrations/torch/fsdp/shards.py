@@ -70,7 +70,7 @@ class CompressedShards:
         self.topology = Topology(tuple(fact["node"] for fact in facts), self.group.rank())
         self.closed = False
         self._stats = CommStats()
-        self._reduced = 0  # groups, in this backward pass
+        self._has_reduced = False  # in this backward pass
         self.backward = BackwardEnd(
             model, self._end_step, begin=self._renew, cut_short=self._drop_step
         )
@@ -255,21 +255,19 @@ class CompressedShards:
         count = self._stats.record if self._trains else self._stats.record_outside
         count(_KINDS[0] if is_gather else _KINDS[1], of.raw.total, of.sent)
         if not is_gather:
-            self._reduced += 1
+            self._has_reduced = True
             self.backward.queue()
-            if self._reduced == len(self._reductions):
-                self.backward.all_reduced()
 
     def _note(self, *_: Any) -> None:
         self._trains = torch.is_grad_enabled()
 
     def _end_step(self) -> None:
-        if self._reduced:
-            self._reduced = 0
+        if self._has_reduced:
+            self._has_reduced = False
             self._stats.end_step()
 
     def _drop_step(self) -> None:
-        self._reduced = 0
+        self._has_reduced = False
         self._stats.drop_step()
 
     def _compile(self, every: Sequence[RowGather | RowReduceScatter]) -> None:
