@@ -76,6 +76,6 @@ def offset_in_file(tensor: Tensor) -> int:
 
 
 def knows_offset(tensor: Tensor) -> bool:
-    """Whether a tensor on ``"meta"`` has one: not before torch 2.11."""
+    """Whether a tensor that was loaded onto ``"meta"`` has that offset; torch 2.9 keeps none."""
     SHARDED_CHECKPOINTS.require()
     return tensor.untyped_storage()._checkpoint_offset is not None

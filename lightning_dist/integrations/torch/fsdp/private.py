@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 # The schedule of a pipeline calls nothing else after the backward passes of all micro-batches.
 def after_reductions(model: FSDPModule, call: Callable[[], None]) -> Callable[[], None]:
-    """Let ``call`` run when the gradients of a root are reduced; the result undoes that."""
+    """Call ``call`` whenever the gradients of the root ``model`` are reduced.
+
+    Returns:
+        A function that ends this.
+    """
     FSDP.require()
     state: Any = model._get_fsdp_state()
     reduce = state._root_post_backward_final_callback
