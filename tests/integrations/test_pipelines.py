@@ -237,6 +237,22 @@ def test_a_group_of_a_stage_without_gradients(parameters: str | None) -> None:
 
 @needs(FSDP)
 @pytest.mark.on_ranks(2)
+def test_a_step_whose_reductions_nobody_waited_for_is_an_error() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("stage", "replicate", "shard"))
+    model, run = one_stage(mesh)
+    given: Any = {"mesh": mesh["replicate", "shard"], "min_compress_numel": 0}
+    gradients = compress_fsdp(model, "int8", **given)
+    gradients.backward.queue()  # as the first gradient that is reduced does
+    data = torch.ones(4, WIDTH)
+    with pytest.raises(RuntimeError, match="of this stage were not averaged"):
+        model(data)
+    run.step(data, target=data)
+    assert gradients.comm_stats()["steps"] == 1
+    gradients.close()
+
+
+@needs(FSDP)
+@pytest.mark.on_ranks(2)
 def test_stages_that_are_compressed_together_are_refused() -> None:
     """Each is reduced by itself, and divided by the micro-batches after that."""
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("stage", "replicate", "shard"))

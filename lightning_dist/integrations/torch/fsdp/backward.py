@@ -48,12 +48,22 @@ class BackwardEnd:
         ]
 
     def begin(self) -> None:
-        """A forward pass begins, and no backward pass is under way but one that was cut short."""
+        """A forward pass begins, and no backward pass is under way but one that was cut short.
+
+        Raises:
+            RuntimeError: the reductions of a stage have not ended.
+        """
         if is_in_backward():  # as a checkpoint does that covers the model
             return
         if self._queued:
             self._queued = False
             self._cut_short()
+            if self._is_after:
+                raise RuntimeError(
+                    "The gradients of the last step of this stage were not averaged: a forward "
+                    "pass begins before the schedule has waited for their reduction. Restart from "
+                    "a checkpoint if an optimizer has used them"
+                )
         self._begin()
 
     def watch(self, outputs: Any) -> None:

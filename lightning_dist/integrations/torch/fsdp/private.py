@@ -24,14 +24,17 @@ def after_reductions(model: FSDPModule, call: Callable[[], None]) -> Callable[[]
     """
     FSDP.require()
     state: Any = model._get_fsdp_state()
-    reduce = state._root_post_backward_final_callback
+    # Since torch 2.15 a schedule starts the reductions by itself, and waits for them later.
+    waits = "wait_for_gradient_reduction"
+    name = waits if hasattr(state, waits) else "_root_post_backward_final_callback"
+    end = getattr(state, name)
 
     def then_call(*given: Any) -> None:
-        reduce(*given)
+        end(*given)
         call()
 
-    state._root_post_backward_final_callback = then_call
-    return lambda: vars(state).pop("_root_post_backward_final_callback", None)
+    setattr(state, name, then_call)
+    return lambda: vars(state).pop(name, None)
 
 
 # FSDP tells nobody in which order parameters lie in the gradients that it reduces.
