@@ -18,9 +18,10 @@ def _cell(row: Row) -> str:
         return "equal" if not row["differing"] else f"{row['difference']:.0e}"
     if row["missing"] is not None:
         return "no"
-    if "tests" not in row:
+    ran = row.get("tests", 0) - row.get("skipped", 0)
+    if not ran:
         return "names"
-    return f"{row['tests']:,} tests" + (f", {len(row['failed'])} fail" if row["failed"] else "")
+    return f"{ran:,} tests" + (f", {len(row['failed'])} fail" if row["failed"] else "")
 
 
 def _columns(rows: Rows) -> list[Column]:

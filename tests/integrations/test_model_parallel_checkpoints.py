@@ -29,6 +29,7 @@ from model_parallel_runs import (
     watch_reads,
     whole,
 )
+from needs import needs
 from replicas import world_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -41,9 +42,10 @@ from lightning_dist.checkpoint.reading import load as load_checkpoint
 from lightning_dist.checkpoint.snapshot.plan import Plan
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.cli import app
+from lightning_dist.features import FSDP
 from lightning_dist.versions import release
 
-pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
+pytestmark = [needs(FSDP), pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
 NAME = "epoch=0.ckpt"
 INT8 = "int8:block_size=16"
 
