@@ -9,6 +9,7 @@ way serves; the names are verified by feature, where it is used first.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.features import COMPILED, DDP, FLIGHT_RECORDER, ORDERED_GROUPS, is_there
+from lightning_dist.versions import release
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,6 +45,20 @@ def copy_all(targets: _Tensors, sources: _Tensors) -> None:
     """Copy each of ``sources`` into its target, in one launch where their device can."""
     DDP.require()
     torch._foreach_copy_(targets, sources)
+
+
+# Before torch 2.9 the end of a gloo group waits for its threads with the interpreter's lock, for
+# which one of them waits that lets go of the tensors of its last collective.
+def destroy_group(group: dist.ProcessGroup | None = None) -> None:
+    """Destroy ``group``, whose last collective may just have ended; None: all groups.
+
+    Raises:
+        ValueError: it is of an earlier default group.
+    """
+    group = dist.group.WORLD if group is None else group
+    dist.destroy_process_group(group)
+    if release(torch.__version__) < (2, 9):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # its memory and threads stay
 
 
 # Public functions coalesce first, which the gradient of a pass need not be.

@@ -15,6 +15,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckp
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.exchange.channel import WaitLimit
 from lightning_dist.exchange.handshake import all_bytes, all_facts, differences
+from lightning_dist.private import destroy_group
 
 Facts = dict[str, Any]
 T = TypeVar("T")
@@ -147,7 +148,7 @@ def destroy(group: dist.ProcessGroup | None) -> None:
     """Destroy a group that this rank no longer uses; nothing if it went with the default group."""
     if group is not None and dist.is_initialized():
         with suppress(ValueError):  # of a default group before this one
-            dist.destroy_process_group(group)
+            destroy_group(group)
 
 
 _TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}

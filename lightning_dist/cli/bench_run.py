@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
+from lightning_dist.private import destroy_group
 from lightning_dist.profiling.links import Measurement, measure, pairs
 from lightning_dist.topology import Topology, host_name
 
@@ -93,7 +94,7 @@ def run(settings: Settings) -> list[Report]:
         found: list[Report | None] = [None] * len(nodes)
         dist.all_gather_object(found, own)  # also: nobody leaves before all are done
     finally:
-        dist.destroy_process_group()
+        destroy_group()
     of_first = (found[ranks[0]] for ranks in members)
     return [each for each in of_first if each is not None]
 

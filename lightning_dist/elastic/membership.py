@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_dist.checkpoint.ranks import Ranks, new_group_of_all
 from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.private import destroy_group
 
 
 class StopConsensus:
@@ -111,4 +112,4 @@ class Membership:
         self.stop.end()
         groups, self._groups = self._groups, []
         for group in groups:
-            dist.destroy_process_group(group)
+            destroy_group(group)

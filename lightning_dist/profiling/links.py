@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from lightning_dist.private import all_gather_single
+from lightning_dist.private import all_gather_single, destroy_group
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 
 DTYPE = torch.float32
@@ -300,7 +300,7 @@ def end_group(group: dist.ProcessGroup) -> None:
         RuntimeError: of gloo: a member is gone or late; the group stays.
     """
     dist.barrier(group)  # a member that is still on its way would be cut off
-    dist.destroy_process_group(group)
+    destroy_group(group)
 
 
 def first_sentence(error: RuntimeError) -> str:

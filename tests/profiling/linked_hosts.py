@@ -16,6 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from lightning_dist.private import destroy_group
 from lightning_dist.profiling.capture.events import LinkRecord
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import OPS, measure, measure_links, pairs
@@ -139,4 +140,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     print(json.dumps({"links": links, "burst": burst, "clocks": clocks}[sys.argv[1]]()))
-    dist.destroy_process_group()
+    destroy_group()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from changed_runs import changed
 from hypothesis import given
@@ -18,6 +19,8 @@ from threads import of_all, on_threads
 from worlds import ALL_GATHER, Rank, run_threads
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
+from lightning_dist.checkpoint.ranks import new_group_of_all
+from lightning_dist.private import destroy_group
 from lightning_dist.profiling import clocks
 from lightning_dist.profiling.analysis.notes import ONE_NODE
 from lightning_dist.profiling.analysis.summarize import summarize
@@ -113,6 +116,21 @@ def test_rates_are_those_of_nccl_tests(op: str, sent: int) -> None:
     assert found.algbw_gbps == pytest.approx(16)
     assert found.sent == sent
     assert found.busbw_gbps == pytest.approx(sent * 8e-9 / 2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.on_ranks(2)
+def test_a_group_may_end_right_after_its_last_collective() -> None:
+    """Before torch 2.9 the second or third waited for ever."""
+    numbers = torch.zeros(1000)
+    for _ in range(10):
+        group = new_group_of_all("ends")
+        both = [torch.empty(1000) for _ in range(2)]
+        works = [dist.all_gather(both, numbers, group=group, async_op=True) for _ in range(3)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        destroy_group(group)
 
 
 @on_threads(2)

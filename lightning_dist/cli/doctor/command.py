@@ -25,13 +25,14 @@ from lightning_dist.versions import versions
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red", "n/a": "dim"}
 _RANK = """
 import datetime, sys, torch, torch.distributed as dist
+from lightning_dist.private import destroy_group
 rank, store, seconds = sys.argv[1:]
 timeout = datetime.timedelta(seconds=float(seconds))
 dist.init_process_group("gloo", f"file://{store}", timeout, world_size=2, rank=int(rank))
 total = torch.tensor([int(rank) + 1])
 dist.all_reduce(total)
 assert total.item() == 3, f"1 + 2 was {total.item()}"
-dist.destroy_process_group()
+destroy_group()
 """
 
 
