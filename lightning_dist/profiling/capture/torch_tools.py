@@ -116,7 +116,8 @@ class TorchTracer:
 def dump_flight_record(folder: Path, *, rank: int) -> Path | None:
     """Write ``flight-rank<r>.json``: the newest collectives of this rank, where torch keeps them.
 
-    Returns the file, or None where there is nothing to write (``TORCH_FR_BUFFER_SIZE=0``).
+    Returns the file, or None where there is nothing to write: ``TORCH_FR_BUFFER_SIZE=0``, which is
+    the default of torch 2.9.
     """
     content = flight_record()
     if not json.loads(content).get("entries"):
