@@ -40,7 +40,7 @@ class LocalUpdateModelParallelStrategy(LocalSteps, ShardedLocalArguments, Replic
 
     @override
     def setup_module_and_optimizers(
-        self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
+        self, module: Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> Any:
         raise ValueError(
             "fully_shard replaces parameters, and got an optimizer that was made before; call "

@@ -83,8 +83,8 @@ class LocalUpdateStrategy(LocalSteps, CompressionArguments, FollowsLauncher, DDP
 
     @override
     def setup_module_and_optimizers(
-        self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
-    ) -> Any:
+        self, module: Module, optimizers: list[Optimizer], *scheduler: Any
+    ) -> Any:  # the scheduler since Lightning 2.6
         if self._updates is not None:
             raise self._second_model()
         require_compressible(module)
@@ -93,7 +93,7 @@ class LocalUpdateStrategy(LocalSteps, CompressionArguments, FollowsLauncher, DDP
             model = super().setup_module(module)
         self._attach(model, optimizers, self.precision)
         self._first = optimizers[0]
-        return model, optimizers, scheduler
+        return model, optimizers, *scheduler
 
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:

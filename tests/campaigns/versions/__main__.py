@@ -26,10 +26,11 @@ from tests.campaigns.versions.environments import LIMIT, ROOT, environment, told
 from tests.processes import environment_of
 
 VERSIONS = (
-    *(f"torch=={each}" for each in ("2.7.1", "2.9.1", "2.11.0", "2.13.0", "2.14.1", "2.15.0")),
-    *(f"lightning=={each}" for each in ("2.5.6", "2.6.0", "2.6.6")),
-    *(f"accelerate=={each}" for each in ("1.10.1", "1.15.0")),
+    *(f"torch=={each}" for each in ("2.7.1", "2.9.1", "2.11.0", "2.14.1", "2.15.0")),
+    *(f"lightning=={each}" for each in ("2.5.6", "2.6.0")),
+    "accelerate==1.10.1",
 )
+"""Beside those that all tests run with."""
 _DDP = (
     *("test_plain_ddp.py", "test_delayed_gradients.py", "test_refusals_of_groups.py"),
     "test_pipelines.py",
