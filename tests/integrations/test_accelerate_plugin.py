@@ -26,6 +26,7 @@ from lightning_dist import OneBitAdam
 from lightning_dist.accelerate import AsyncStateCheckpointer, CompressedDDPPlugin, local_updates
 from lightning_dist.exchange import channel
 from lightning_dist.integrations.accelerate import roll_call
+from lightning_dist.versions import release
 
 pytest.importorskip("accelerate")
 
@@ -127,9 +128,11 @@ def test_a_model_may_be_prepared_again() -> None:
 
 
 def test_several_processes_that_would_train_for_themselves() -> None:
-    """On CPU without ACCELERATE_USE_CPU: Accelerate sees one process in each."""
+    """On CPU without ACCELERATE_USE_CPU: Accelerate, of late, sees one process in each."""
     forget_accelerators()
     accelerator = accelerate.Accelerator(cpu=torch.cuda.is_available())
+    if release(accelerate.__version__) < (1, 15) and accelerator.num_processes == 2:
+        pytest.skip("this Accelerate takes the number of processes from the launcher")
     assert accelerator.num_processes == 1, "they know of each other"
     says = "WORLD_SIZE=2 and this Accelerator has num_processes=1"
     with pytest.raises(ValueError, match=says):
