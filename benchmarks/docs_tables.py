@@ -48,6 +48,7 @@ _OF_ARGUMENTS = ("checkpoints", "elastic", "fsdp2", "hierarchical", "local-steps
 DOCUMENTS = (
     "README.md",
     "docs/choosing-a-codec.md",
+    "docs/install.md",
     "benchmarks/results/README.md",
     *(f"docs/{page}.md" for page in _OF_ARGUMENTS),
 )
@@ -64,6 +65,7 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "kernels": ("codecs", codecs.KERNELS),
     "memory": ("codecs", codecs.MEMORY),
     "registers": ("registers", versions.REGISTERS),
+    "versions": ("versions", versions.FEATURES),
     "convergence-gpt": ("convergence", _OF_GPT),
     "convergence-gpt-long": ("convergence_long", _OF_GPT),
     "convergence-digits": ("convergence", partial(convergence, task="digits")),

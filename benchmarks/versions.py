@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.harness.tables import Column, Row, Rows, Table, pivot
+from lightning_dist.versions import release
 
 IMPORT = "import lightning_dist"
 LOSSES = "losses"
 """Rows beside those of features."""
+
+
+PACKAGES = ("torch", "lightning", "accelerate")
+"""In the order of columns."""
 
 
 def _cell(row: Row) -> str:
@@ -18,14 +23,21 @@ def _cell(row: Row) -> str:
         return "equal" if not row["differing"] else f"{row['difference']:.0e}"
     if row["missing"] is not None:
         return "no"
-    ran = row.get("tests", 0) - row.get("skipped", 0)
+    if "tests" not in row:
+        return "yes" if row["kind"].startswith("torch") else ""
+    ran = row["tests"] - row["skipped"]
     if not ran:
-        return "names"
-    return f"{ran:,} tests" + (f", {len(row['failed'])} fail" if row["failed"] else "")
+        return "no"
+    return f"{ran:,}" + (f", {len(row['failed'])} fail" if row["failed"] else "")
+
+
+def _place(kind: str) -> tuple[int, tuple[int, ...]]:
+    package, _, version = kind.partition("==")
+    return PACKAGES.index(package), release(version)
 
 
 def _columns(rows: Rows) -> list[Column]:
-    kinds = dict.fromkeys(row["kind"] for row in rows)
+    kinds = sorted({row["kind"] for row in rows}, key=_place)
     return [("feature", "{feature}"), *((kind.replace("==", " "), _cell, kind) for kind in kinds)]
 
 
@@ -37,9 +49,10 @@ FEATURES = Table(
     has="feature",
     columns=_columns,
     lines=_lines,
-    text="Tests that ran with each version, all others as in the environment of the tests. names: "
-    "all names that the feature uses are there. no: one is not. losses: of 4 steps with every "
-    "codec on two ranks, the largest relative difference from those of the other tests.",
+    text="Tests of each feature that ran with each version, all other packages as in the "
+    "environment of the tests. yes: the names that it uses are there. no: one is not, of it or of "
+    "a feature that it needs. losses: of 4 steps with every codec on two ranks, beside those of "
+    "the other tests.",
 )
 
 
