@@ -123,7 +123,7 @@ ARGUMENTS = {
     "local-steps": (
         "lightning_dist:local_updates -model -optimizer -method -error_feedback -hierarchical "
         "-ranks_per_node -rank_groups -min_compress_numel -exchange_timeout -groups",
-        "lightning_dist.integrations.strategies.local_updates:LocalUpdateArguments replicas",
+        "lightning_dist.frameworks.strategies.local_updates:LocalUpdateArguments replicas",
         "lightning_dist:LocalUpdateStrategy evaluate",
     ),
 }

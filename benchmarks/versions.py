@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.harness.tables import Column, Row, Rows, Table, pivot
-from lightning_dist.versions import release
+from lightning_dist.base.versions import release
 
 IMPORT = "import lightning_dist"
 LOSSES = "losses"

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist._version import __version__
-from lightning_dist.after_import import after_import
-from lightning_dist.optional import needed_by
+from lightning_dist.base.after_import import after_import
+from lightning_dist.base.optional import needed_by
 
 if TYPE_CHECKING:
     from lightning_dist.codecs import (
@@ -42,44 +42,44 @@ if TYPE_CHECKING:
         warmup,
     )
     from lightning_dist.elastic.launcher.rendezvous import init_process_group
-    from lightning_dist.integrations.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
-    from lightning_dist.integrations.lightning.checkpoint.io import AsyncTorchCheckpointIO
-    from lightning_dist.integrations.lightning.elastic.restart import ElasticRestart
-    from lightning_dist.integrations.lightning.launcher import ElasticEnvironment
-    from lightning_dist.integrations.lightning.local_model_parallel import (
+    from lightning_dist.elastic.loop.loop import ElasticLoop
+    from lightning_dist.frameworks.comm_profiler import CommProfiler
+    from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
+    from lightning_dist.frameworks.lightning.checkpoint.io import AsyncTorchCheckpointIO
+    from lightning_dist.frameworks.lightning.elastic.restart import ElasticRestart
+    from lightning_dist.frameworks.lightning.launcher import ElasticEnvironment
+    from lightning_dist.frameworks.lightning.local_model_parallel import (
         LocalUpdateModelParallelStrategy,
     )
-    from lightning_dist.integrations.lightning.local_updates import LocalUpdateStrategy
-    from lightning_dist.integrations.lightning.model_parallel import (
+    from lightning_dist.frameworks.lightning.local_updates import LocalUpdateStrategy
+    from lightning_dist.frameworks.lightning.model_parallel import (
         CompressedModelParallelStrategy,
     )
-    from lightning_dist.integrations.lightning.strategy import CompressedDDPStrategy
-    from lightning_dist.integrations.loop.loop import ElasticLoop
-    from lightning_dist.integrations.profiler.comm_profiler import CommProfiler
-    from lightning_dist.integrations.torch.ddp import compress_ddp
-    from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
-    from lightning_dist.integrations.torch.local.updates import local_updates
-    from lightning_dist.metrics import CompressionError, ExchangedVolume
-    from lightning_dist.onebit_adam import OneBitAdam
+    from lightning_dist.frameworks.lightning.strategy import CompressedDDPStrategy
+    from lightning_dist.profiling.metrics import CompressionError, ExchangedVolume
+    from lightning_dist.sync.ddp import compress_ddp
+    from lightning_dist.sync.fsdp.attach import compress_fsdp
+    from lightning_dist.sync.local.updates import local_updates
+    from lightning_dist.sync.onebit_adam import OneBitAdam
 
 _HOME = {
-    "AsyncCheckpoint": "integrations.lightning.checkpoint.async_checkpoint",
-    "AsyncTorchCheckpointIO": "integrations.lightning.checkpoint.io",
-    "CommProfiler": "integrations.profiler.comm_profiler",
-    "CompressedDDPStrategy": "integrations.lightning.strategy",
-    "CompressedModelParallelStrategy": "integrations.lightning.model_parallel",
-    "CompressionError": "metrics",
-    "ElasticEnvironment": "integrations.lightning.launcher",
-    "ElasticLoop": "integrations.loop.loop",
-    "ElasticRestart": "integrations.lightning.elastic.restart",
-    "ExchangedVolume": "metrics",
-    "LocalUpdateModelParallelStrategy": "integrations.lightning.local_model_parallel",
-    "LocalUpdateStrategy": "integrations.lightning.local_updates",
-    "OneBitAdam": "onebit_adam",
-    "compress_ddp": "integrations.torch.ddp",
-    "compress_fsdp": "integrations.torch.fsdp.attach",
+    "AsyncCheckpoint": "frameworks.lightning.checkpoint.async_checkpoint",
+    "AsyncTorchCheckpointIO": "frameworks.lightning.checkpoint.io",
+    "CommProfiler": "frameworks.comm_profiler",
+    "CompressedDDPStrategy": "frameworks.lightning.strategy",
+    "CompressedModelParallelStrategy": "frameworks.lightning.model_parallel",
+    "CompressionError": "profiling.metrics",
+    "ElasticEnvironment": "frameworks.lightning.launcher",
+    "ElasticLoop": "elastic.loop.loop",
+    "ElasticRestart": "frameworks.lightning.elastic.restart",
+    "ExchangedVolume": "profiling.metrics",
+    "LocalUpdateModelParallelStrategy": "frameworks.lightning.local_model_parallel",
+    "LocalUpdateStrategy": "frameworks.lightning.local_updates",
+    "OneBitAdam": "sync.onebit_adam",
+    "compress_ddp": "sync.ddp",
+    "compress_fsdp": "sync.fsdp.attach",
     "init_process_group": "elastic.launcher.rendezvous",
-    "local_updates": "integrations.torch.local.updates",
+    "local_updates": "sync.local.updates",
 }
 """Modules of the public names that are not in ``codecs``."""
 
@@ -138,14 +138,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _register(lightning: object) -> None:
-    from lightning_dist.integrations.strategies.registration import register_all
+    from lightning_dist.frameworks.strategies.registration import register_all
 
     register_all()
 
 
 def _refuse(package: Any) -> None:
-    from lightning_dist.integrations.strategies.names import NAMES, SHARDED
-    from lightning_dist.integrations.strategies.other_package import refuse_names
+    from lightning_dist.frameworks.strategies.names import NAMES, SHARDED
+    from lightning_dist.frameworks.strategies.other_package import refuse_names
 
     refuse_names(package.__name__, (*NAMES, SHARDED))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_dist.optional import needed_by
+from lightning_dist.base.optional import needed_by
 
 
 def main() -> None:

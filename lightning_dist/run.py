@@ -68,9 +68,9 @@ def main() -> None:
         script = Script.parse(words)
         # Torch and Accelerate, which --help and a wrong word need not wait for.
         from lightning_dist import accelerate as ours
-        from lightning_dist.configuration import resolve
-        from lightning_dist.integrations.accelerate.patch import attached_everywhere
-        from lightning_dist.integrations.accelerate.transformers import residuals_in_checkpoints
+        from lightning_dist.frameworks.accelerate.patch import attached_everywhere
+        from lightning_dist.frameworks.accelerate.transformers import residuals_in_checkpoints
+        from lightning_dist.settings import resolve
 
         is_local = resolve().value("method") is not None
         plugin = ours.LocalUpdatesPlugin if is_local else ours.CompressedDDPPlugin
@@ -90,7 +90,7 @@ def main() -> None:
         with attached_everywhere(attach) as seen:
             script.run()
     if not seen:
-        from lightning_dist.log import prefixed
+        from lightning_dist.base.log import prefixed
 
         print(
             prefixed(

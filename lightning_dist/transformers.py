@@ -1,6 +1,6 @@
 """transformers' side: ``from lightning_dist.transformers import CompressedDDPMixin``."""
 
-from lightning_dist.integrations.accelerate.transformers import (
+from lightning_dist.frameworks.accelerate.transformers import (
     CompressedDDPMixin as CompressedDDPMixin,
 )
 

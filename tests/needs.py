@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_dist.features import Feature
+from lightning_dist.base.features import Feature
 
 
 def needs(feature: Feature) -> pytest.MarkDecorator:

@@ -16,50 +16,44 @@ import lightning_dist
 PACKAGE = Path(lightning_dist.__file__).parent
 FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "transformers", "wandb")
 
-ROOMS = tuple(
-    f"lightning_dist.{each.stem}" for each in PACKAGE.iterdir() if (each / "__init__.py").exists()
-)
-FORBIDDEN = {
-    "after_import.py": ("torch", "lightning_dist"),
-    "codecs": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("exchange", "topology"))),
-    "topology": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings")),
-    "exchange": ("lightning_dist.settings",),
-    "kernels": ("torch.distributed", *(f"lightning_dist.{x}" for x in ("settings", "topology"))),
-    "reducer": ("lightning_dist.measurement", "lightning_dist.onebit_adam"),
-    "measurement": ("lightning_dist.onebit_adam", "lightning_dist.profiling"),
-    "settings.py": ("lightning_dist.exchange",),
-    "onebit_adam.py": (),
-    "checkpoint": tuple(f"lightning_dist.{x}" for x in ("codecs", "settings", "topology")),
-    "profiling": tuple(
-        f"lightning_dist.{x}" for x in ("checkpoint", "codecs", "elastic", "settings", "topology")
-    ),
-    "elastic": tuple(f"lightning_dist.{x}" for x in ("codecs", "exchange", "settings", "topology")),
-    "accelerator.py": ("torch.distributed", "lightning_dist"),
-    "configuration": (
-        "torch",
-        *(f"lightning_dist.{x}" for x in ("checkpoint", "cli", "codecs", "console", "elastic")),
-        *(f"lightning_dist.{x}" for x in ("exchange", "profiling", "settings", "topology")),
-    ),
-    "console.py": ("torch", "lightning_dist"),
-    "exchanges.py": ("torch", "lightning_dist"),
-    "log.py": ("torch", "lightning_dist"),
-    "metrics.py": (),
-    "features.py": ("torch", *ROOMS, "lightning_dist.private"),
-    "optional.py": ("torch", "lightning_dist"),
-    "private.py": ROOMS,
-    "shared_folder.py": ("torch", "lightning_dist"),
-    "versions.py": ("torch.distributed",),
+ROOMS = {
+    "base": "",
+    "ranks": "base",
+    "codecs": "base",
+    "exchange": "codecs ranks",
+    "settings": "base codecs ranks",
+    "kernels": "base codecs exchange",
+    "reducer": "base codecs exchange kernels ranks settings",
+    "measurement": "base codecs ranks reducer settings",
+    "sync": "base codecs exchange kernels measurement ranks reducer settings",
+    "checkpoint": "base ranks",
+    "elastic": "base checkpoint ranks reducer settings sync",
+    "profiling": "base codecs elastic kernels measurement ranks reducer sync",
+    "frameworks": "base checkpoint codecs elastic profiling ranks reducer settings sync",
+    "cli": "base checkpoint codecs elastic frameworks measurement profiling ranks settings sync",
 }
-"""What a layer must not import, beside the frameworks and the layers above it."""
-
-UPPER = ("lightning_dist.reducer", "lightning_dist.integrations")
-
-
-def forbidden(layer: str) -> tuple[str, ...]:
-    above = (
-        UPPER[1:] if layer in ("profiling", "measurement", "reducer", "onebit_adam.py") else UPPER
-    )
-    return (*FRAMEWORKS, *above, *FORBIDDEN[layer])
+"""What each room may import of the others: those before it."""
+UPWARD = {
+    ("ranks/agreement.py", "checkpoint"),
+    ("sync/in_force.py", "elastic"),
+    ("sync/mesh.py", "frameworks"),
+}
+"""Files that import a room above theirs."""
+ADAPTERS = ("frameworks", "cli")
+"""Rooms that import Lightning, Accelerate, transformers or wandb."""
+WITH_A_FRAMEWORK = {
+    "elastic/loop/loop.py": "lightning",
+    "elastic/recovery/frameworks.py": "accelerate",
+    "profiling/session/live.py": "lightning",
+}
+"""Files of other rooms that do."""
+NO_TORCH = (
+    *(f"base/{each}.py" for each in ("after_import", "console", "features", "log", "optional")),
+    "base/shared_folder.py",
+    "base/exchanges.py",
+    *(f"settings/{each}.py" for each in ("files", "options", "resolve")),
+)
+NO_COLLECTIVES = ("base/accelerator.py", "base/versions.py", "codecs/", "kernels/")
 
 
 @cache
@@ -80,47 +74,57 @@ def imported(source: str, *, package: str) -> Iterator[str]:
             yield from (a.value for a in node.args if isinstance(a, ast.Constant))
 
 
-def violations(source: str, layer: str, *, package: str = "lightning_dist.x") -> list[str]:
+def forbidden(file: str) -> list[str]:
+    """Names that a file of the package must not import, or with which such names begin."""
+    room = file.partition("/")[0]
+    rooms = ROOMS.keys() - {room, *ROOMS[room].split()}
+    names = [f"lightning_dist.{each}" for each in rooms if (file, each) not in UPWARD]
+    if room not in ADAPTERS and file not in WITH_A_FRAMEWORK:
+        names += FRAMEWORKS
+    names += ["torch"] * (file in NO_TORCH)
+    names += ["torch.distributed"] * file.startswith(NO_COLLECTIVES)
+    return names
+
+
+def violations(source: str, file: str) -> list[str]:
+    package = f"lightning_dist.{file.rpartition('/')[0].replace('/', '.')}"
     names = sorted(set(imported(source, package=package)))
+    rules = forbidden(file)
     return [
-        name
-        for name in names
-        if any(name == rule or name.startswith(f"{rule}.") for rule in forbidden(layer))
+        name for name in names if any(name == rule or name.startswith(f"{rule}.") for rule in rules)
     ]
 
 
-def files(layer: str) -> list[Path]:
-    path = PACKAGE / layer
-    return [path] if path.suffix else sorted(path.rglob("*.py"))
-
-
-@pytest.mark.parametrize("layer", FORBIDDEN)
-def test_a_layer_imports_nothing_above_it(layer: str) -> None:
-    assert files(layer), "the layer has moved: move the rule too"
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_nothing_above_it(room: str) -> None:
     found = {
-        str(file.relative_to(PACKAGE)): bad
-        for file in files(layer)
-        if (bad := violations(file.read_text(), layer, package=f"lightning_dist.{layer}"))
+        file: bad
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+        if (bad := violations(path.read_text(), file := str(path.relative_to(PACKAGE))))
     }
     assert found == {}
 
 
-def test_every_module_has_a_rule_or_is_on_top() -> None:
-    on_top = {
-        "__init__.py",
-        "_version.py",
-        "accelerate.py",
-        "cli",
-        "fabric.py",
-        "integrations",
-        "__main__.py",
-        "run.py",
-        "transformers.py",
-    }
+def test_rooms_are_in_the_order_of_their_imports() -> None:
+    order = list(ROOMS)
+    for room, others in ROOMS.items():
+        assert all(order.index(each) < order.index(room) for each in others.split()), room
+
+
+def test_every_module_is_in_a_room_or_is_a_door() -> None:
+    doors = ("__init__", "__main__", "_version", "accelerate", "fabric", "run", "transformers")
     modules = {
-        p.name for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+        p.stem for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
     }
-    assert modules - on_top == set(FORBIDDEN)
+    assert modules == {*ROOMS, *doors}
+
+
+def test_exceptions_are_still_needed() -> None:
+    assert all((PACKAGE / file).exists() for file in NO_TORCH)
+    upward = [(file, f"lightning_dist.{room}") for file, room in UPWARD]
+    for file, name in [*upward, *WITH_A_FRAMEWORK.items()]:
+        names = imported((PACKAGE / file).read_text(), package="lightning_dist")
+        assert any(each.startswith(f"{name}.") for each in names), file
 
 
 CIRCLES = ("reducer",)
@@ -184,31 +188,36 @@ def test_what_the_writer_process_imports_is_the_standard_library() -> None:
         if not name.startswith(own)
     }
     assert names
-    names.remove("lightning_dist.log.get_logger")  # it imports nothing else, as its layer demands
+    names.remove("lightning_dist.base.log.get_logger")  # which needs nothing else either
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"fsspec"}
 
 
 @pytest.mark.parametrize(
-    ("source", "layer", "bad"),
+    ("source", "file", "bad"),
     [
-        ("import torch.distributed as dist", "codecs", "torch.distributed"),
-        ("from torch import distributed", "codecs", "torch.distributed"),
-        ("from torch.distributed import all_reduce", "codecs", "torch.distributed.all_reduce"),
-        ("def f():\n    import wandb", "reducer", "wandb"),
-        ("from lightning.pytorch import Trainer", "reducer", "lightning.pytorch.Trainer"),
-        ("import accelerate.utils", "exchange", "accelerate.utils"),
-        ("from ..reducer import plan", "exchange", "lightning_dist.reducer.plan"),
-        ("from lightning_dist import integrations", "reducer", "lightning_dist.integrations"),
+        ("import torch.distributed as dist", "codecs/x.py", "torch.distributed"),
+        ("from torch import distributed", "codecs/x.py", "torch.distributed"),
+        ("from torch.distributed import all_reduce", "codecs/x.py", "torch.distributed.all_reduce"),
+        ("def f():\n    import wandb", "reducer/x.py", "wandb"),
+        ("from lightning.pytorch import Trainer", "reducer/x.py", "lightning.pytorch.Trainer"),
+        ("import accelerate.utils", "exchange/x.py", "accelerate.utils"),
+        ("from ..reducer import plan", "exchange/x.py", "lightning_dist.reducer.plan"),
+        ("from lightning_dist import frameworks", "reducer/x.py", "lightning_dist.frameworks"),
+        ("import torch", "base/log.py", "torch"),
         (
             "import_module('lightning_dist.reducer.plan')",
-            "exchange",
+            "exchange/x.py",
             "lightning_dist.reducer.plan",
         ),
-        ("if True:\n from lightning_dist.exchange.wire import views", "codecs", "lightning_dist."),
+        (
+            "if True:\n from lightning_dist.exchange.wire import views",
+            "codecs/x.py",
+            "lightning_dist.",
+        ),
     ],
 )
-def test_the_checker_can_fail(source: str, layer: str, bad: str) -> None:
-    (found,) = violations(source, layer, package=f"lightning_dist.{layer}")
+def test_the_checker_can_fail(source: str, file: str, bad: str) -> None:
+    (found,) = violations(source, file)
     assert found.startswith(bad)
 
 
@@ -216,7 +225,7 @@ def test_the_checker_lets_the_rest_pass() -> None:
     source = (
         "import torch\nimport lightning_dist.codecs\nimport wandb_like\nfrom torch import Tensor"
     )
-    assert violations(source, "reducer") == []
+    assert violations(source, "reducer/x.py") == []
 
 
 @cache
@@ -275,7 +284,7 @@ def test_triton_is_imported_where_a_kernel_is_asked_for(torch_python: list[str])
 
 def test_nobody_else_is_loaded_for_lightning(torch_python: list[str]) -> None:
     loaded = loaded_after("import lightning, lightning_dist", torch_python)
-    assert "lightning_dist.integrations.strategies.registration" in loaded
+    assert "lightning_dist.frameworks.strategies.registration" in loaded
     assert not loaded & {"accelerate", "wandb", "lightning_dist.checkpoint"}
 
 
@@ -292,7 +301,7 @@ def test_that_test_can_fail() -> None:
     assert "wave" not in loaded_after("import json")
 
 
-PREFIXED = {"log.py", "integrations/rank_zero.py"}
+PREFIXED = {"base/log.py", "frameworks/lightning/rank_zero.py"}
 """Files that issue warnings and Lightning's log messages, with the prefix."""
 
 

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 import lightning_dist
+from lightning_dist.base.console import print_table, stdout_console
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.codecs import Int8, resolve_codec
-from lightning_dist.console import print_table, stdout_console
-from lightning_dist.integrations.torch.ddp import compress_ddp
-from lightning_dist.settings import Settings
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.sync.ddp import compress_ddp
 
 
 def message(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
@@ -259,7 +259,7 @@ PAGES = [
 ]
 METRIC = re.compile(r"\b(?:comm|checkpoint|elastic)/[a-z]\w*\b")
 OF_LOGGERS = [
-    PACKAGE / "integrations" / "comm_report.py",
+    PACKAGE / "sync" / "report.py",
     PACKAGE / "checkpoint" / "metrics.py",
     PACKAGE / "elastic" / "history.py",
     *PACKAGE.rglob("live*.py"),

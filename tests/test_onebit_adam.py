@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
 from lightning_dist import OneBitAdam
-from lightning_dist.integrations.torch.ddp import compress_ddp
+from lightning_dist.sync.ddp import compress_ddp
 
 SHAPE = (24, 32)
 BETAS = (0.8, 0.95)

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from lightning_dist.optional import needed_by
+from lightning_dist.base.optional import needed_by
 
 
 @pytest.mark.parametrize(

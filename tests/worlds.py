@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel
 
-import lightning_dist.versions
-from lightning_dist.exchange.channel import Channel, WaitLimit
+import lightning_dist.base.versions
 from lightning_dist.measurement import exposure
+from lightning_dist.ranks import Topology
+from lightning_dist.ranks.channel import Channel, WaitLimit
+from lightning_dist.ranks.levels import levels_of, nodes_of
 from lightning_dist.reducer.network import Network, in_levels
-from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import levels_of, nodes_of
 
 TIMEOUT = timedelta(seconds=20)
 _IS_NEW = hasattr(dist, "all_gather_single")
@@ -157,7 +157,7 @@ def _quick_start() -> Iterator[None]:
     """Measuring a link and reading metadata of packages are most of what a new reducer costs."""
     with (
         patch.object(exposure, "_PROBE_BYTES", 1 << 12),
-        patch.object(lightning_dist.versions, "version", _version),
+        patch.object(lightning_dist.base.versions, "version", _version),
     ):
         yield
 

@@ -30,10 +30,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.results import parser_of, recording
 from lightning_dist import compress_ddp
-from lightning_dist.integrations.torch import ddp
 from lightning_dist.measurement.microbenchmark import Copies
+from lightning_dist.ranks import Topology
 from lightning_dist.reducer.network import Network
-from lightning_dist.topology import Topology
+from lightning_dist.sync import ddp
 
 DDP = "ddp"
 FORMS = ((DDP, 1), ("none", 1), ("int8", 1), ("none", 8), ("int8", 8), ("topk", 8), ("powersgd", 8))

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_dist.base.features import CHECKPOINTS
 from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.folder_owner import Lock, forget, is_owned, own
 from lightning_dist.checkpoint.disk.jobs import (
@@ -26,13 +27,12 @@ from lightning_dist.checkpoint.disk.jobs import (
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.scan import Orders
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
 from lightning_dist.checkpoint.snapshot.plan import Striped, plan, shape_of
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
-from lightning_dist.features import CHECKPOINTS
+from lightning_dist.ranks.agreement import Ranks
 
 
 class Checkpointer:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dist.features import CHECKPOINTS, SHARDED_CHECKPOINTS
+from lightning_dist.base.features import CHECKPOINTS, SHARDED_CHECKPOINTS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

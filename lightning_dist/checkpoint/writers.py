@@ -18,12 +18,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import lock_to_send
 from lightning_dist.checkpoint.disk.jobs import Event, Job, Owned
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
-from lightning_dist.log import get_logger
 
 log = get_logger(__name__)
 

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
+from lightning_dist.base.features import FEATURES
+from lightning_dist.base.versions import versions
 from lightning_dist.cli import ckpt, profile
 from lightning_dist.cli.bench import bench
 from lightning_dist.cli.codecs import codecs
 from lightning_dist.cli.config import config
 from lightning_dist.cli.doctor.command import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
-from lightning_dist.features import FEATURES
-from lightning_dist.versions import versions
 
 _PACKAGES = ("lightning", "accelerate", "transformers", "triton", "wandb")
 """Installed ones of these are in the output of ``--version``."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.filesize import decimal
 
+from lightning_dist.base.console import print_lines, print_table
 from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.console import print_lines, print_table
 from lightning_dist.profiling.analysis.metrics import format_value
 
 if TYPE_CHECKING:

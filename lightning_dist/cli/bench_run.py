@@ -13,9 +13,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
-from lightning_dist.private import destroy_group
+from lightning_dist.base.private import destroy_group
 from lightning_dist.profiling.links import Measurement, measure, pairs
-from lightning_dist.topology import Topology, host_name
+from lightning_dist.ranks import Topology, host_name
 
 Scope = Literal["flat", "intra", "inter"]
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from lightning_dist.base.console import print_table, stdout_console
 from lightning_dist.checkpoint.disk.errors import no_checkpoint
 from lightning_dist.checkpoint.disk.folder_owner import own, owner_of
 from lightning_dist.checkpoint.disk.manifest import NAME
@@ -20,7 +21,6 @@ from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storag
 from lightning_dist.checkpoint.disk.verify import Description
 from lightning_dist.cli.ckpt_prune import Plan, Verdict, check, plan, without_path
 from lightning_dist.cli.errors import DAMAGED, reported
-from lightning_dist.console import print_table, stdout_console
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, prune and consolidate checkpoints.")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lightning_dist.base.console import print_table
 from lightning_dist.cli.errors import reported
-from lightning_dist.console import print_table
 
 if TYPE_CHECKING:
     from lightning_dist.codecs import Codec

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
+from lightning_dist.base.console import print_lines, print_table
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
-from lightning_dist.configuration import CONFIG, OPTIONS, Resolved, read, resolve, write
-from lightning_dist.configuration.files import accelerate_default, check, parse, sidecar_of
-from lightning_dist.configuration.options import (
+from lightning_dist.settings import CONFIG, OPTIONS, Resolved, read, resolve, write
+from lightning_dist.settings.files import accelerate_default, check, parse, sidecar_of
+from lightning_dist.settings.options import (
     METHODS,
     OF_DDP,
     OF_LOCAL,
@@ -26,7 +27,6 @@ from lightning_dist.configuration.options import (
     require_of_shards,
     require_only,
 )
-from lightning_dist.console import print_lines, print_table
 
 _WORDS = ("true", "false", "auto", "leader", "immediate", "deferred", "null", *METHODS)
 """Values that shells complete, of the settings that take them."""
@@ -204,7 +204,7 @@ def _ask(known: Mapping[str, Any], *, shards: bool) -> dict[str, Any]:
 
 
 def _codec_of(method: Any) -> str:
-    from lightning_dist.integrations.torch.local.settings import default_codec  # torch
+    from lightning_dist.sync.local.settings import default_codec  # torch
 
     return default_codec(method)
 
@@ -241,9 +241,9 @@ def require_possible(options: Mapping[str, Any], *, shards: bool = False) -> Non
     Raises:
         ValueError: with the rule, the value and what to do.
     """
-    from lightning_dist.integrations.torch.fsdp.settings import checked_settings  # torch
-    from lightning_dist.integrations.torch.local.updates import checked
-    from lightning_dist.settings import Settings
+    from lightning_dist.settings.exchange import Settings
+    from lightning_dist.sync.fsdp.settings import checked_settings  # torch
+    from lightning_dist.sync.local.updates import checked
 
     if "codec" in options:
         _require_codec(options["codec"])

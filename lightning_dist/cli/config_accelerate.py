@@ -11,8 +11,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from lightning_dist.configuration.files import put
-from lightning_dist.configuration.options import unknown
+from lightning_dist.settings.files import put
+from lightning_dist.settings.options import unknown
 
 
 def require_accelerate() -> None:
@@ -26,14 +26,14 @@ def require_accelerate() -> None:
 
 def ask() -> Any:
     """Accelerate's questions, on this terminal. Its configuration."""
-    from lightning_dist.integrations.accelerate.private import ask_for_configuration
+    from lightning_dist.frameworks.accelerate.private import ask_for_configuration
 
     return ask_for_configuration()
 
 
 def defaults() -> Any:
     """The configuration that ``accelerate config default`` would write on this machine."""
-    from lightning_dist.integrations.accelerate import private
+    from lightning_dist.frameworks.accelerate import private
 
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         written = private.write_default_configuration(f"{folder}/c.yaml")
@@ -47,7 +47,7 @@ def load(path: Path) -> Any:
         ValueError: Accelerate does not take it.
         FileNotFoundError: it is not there.
     """
-    from lightning_dist.integrations.accelerate.private import read_configuration
+    from lightning_dist.frameworks.accelerate.private import read_configuration
 
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}; lightning-dist config writes one")

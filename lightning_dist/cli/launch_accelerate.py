@@ -9,8 +9,8 @@ from typing import Any
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.config import require_possible
 from lightning_dist.cli.launch_plan import Plan, cut, parsed, require_script
-from lightning_dist.configuration import CONFIG, resolve
-from lightning_dist.configuration.files import sidecar_of
+from lightning_dist.settings import CONFIG, resolve
+from lightning_dist.settings.files import sidecar_of
 
 ON_CPU = "ACCELERATE_USE_CPU"
 _NO_HOOK = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
@@ -25,7 +25,7 @@ def parse(words: Sequence[str]) -> Any:
         ImportError: it is not installed.
     """
     theirs.require_accelerate()
-    from lightning_dist.integrations.accelerate.private import launch_parser
+    from lightning_dist.frameworks.accelerate.private import launch_parser
 
     return parsed(launch_parser(), words)
 
@@ -64,7 +64,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
                 f"2, or remove the settings of {origins}"
             )
         options = _as_several(made, options, environ, given=given, config=config, file=file)
-    made.arguments += ["-m", "lightning_dist.integrations.accelerate.launch", *options, *after]
+    made.arguments += ["-m", "lightning_dist.frameworks.accelerate.launch", *options, *after]
     return made
 
 

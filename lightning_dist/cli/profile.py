@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from lightning_dist.base.console import print_lines, print_table
 from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.cli.profile_whatif import run_of, whatif_command
-from lightning_dist.console import print_lines, print_table
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, count, format_value
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary

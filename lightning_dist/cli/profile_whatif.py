@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from lightning_dist.base.console import print_lines, stdout_console
 from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
-from lightning_dist.console import print_lines, stdout_console
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.metrics import format_value
 from lightning_dist.profiling.report.files import to_json

@@ -20,9 +20,9 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.exchanges import EXCHANGES
 
 Payload: TypeAlias = tuple[Tensor, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -64,7 +64,7 @@ class Codec(ABC):
     ``exchange``
         ``"allreduce"`` when payloads may be added by the network (the codec is linear),
         ``"two_shot"`` when they must be decoded before they are added, ``"gather"`` when every
-        rank receives every payload (sparse codecs); see :mod:`lightning_dist.exchanges`.
+        rank receives every payload (sparse codecs); see :mod:`lightning_dist.base.exchanges`.
     ``lossless``
         ``decode(encode(x)) == x``: no residual is kept.
     ``min_numel``

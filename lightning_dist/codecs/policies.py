@@ -14,9 +14,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.codecs.none import NoCompression, Uncompressed
-from lightning_dist.exchanges import EXCHANGES
 
 NORMS_BIASES_EMBEDDINGS = (
     r"(?i)(^|[._])(bias|norm\w*|ln\w*|bn\w*|\w+norm|wte|wpe|emb\w*|\w+_emb|\w*embeddings?)\d*(\.|$)"

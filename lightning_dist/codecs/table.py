@@ -9,9 +9,9 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from lightning_dist.base.exchanges import EXCHANGES
+from lightning_dist.base.log import get_logger
 from lightning_dist.codecs.base import Codec
-from lightning_dist.exchanges import EXCHANGES
-from lightning_dist.log import get_logger
 
 GROUP = "lightning_dist.codecs"
 """Group of entry points ``NAME = package.module:Class``, with the name of the codec."""

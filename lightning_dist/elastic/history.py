@@ -8,14 +8,14 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from lightning_dist.base.shared_folder import has_token, leave_token
 from lightning_dist.checkpoint.disk.scan import checkpoints
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
-from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.elastic.data.plan import Layout
 from lightning_dist.elastic.journal import CHANGE, SAVED, Journal, Progress, Summary, summarize
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.recovery.change import Change
-from lightning_dist.shared_folder import has_token, leave_token
+from lightning_dist.ranks.agreement import Ranks
 
 
 class RunHistory:

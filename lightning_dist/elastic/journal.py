@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning_dist.log import get_logger
+from lightning_dist.base.log import get_logger
 
 FINISHED = "finished"
 """The reason of an end that needs no restart."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_dist.features import LAUNCH, RECOVERY, RESTART
+from lightning_dist.base.features import LAUNCH, RECOVERY, RESTART
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel

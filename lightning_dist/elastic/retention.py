@@ -13,7 +13,7 @@ from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, saved
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.membership import Membership
+from lightning_dist.ranks.membership import Membership
 
 _PATIENCE = 5.0
 """Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_dist.accelerator import device_module, is_accelerator
+from lightning_dist.base.accelerator import device_module, is_accelerator
 
 
 def derive_seed(seed: int, *purpose: int | str) -> int:

@@ -6,20 +6,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from lightning_dist.base.features import RESTART
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.data.sharding import Deal
 from lightning_dist.elastic.history import RunHistory, cost_line, start_line
 from lightning_dist.elastic.journal import FINISHED
-from lightning_dist.elastic.launcher.launch import Launch
-from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.process.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.settings import RunSettings
-from lightning_dist.features import RESTART
+from lightning_dist.ranks.launch import Launch
+from lightning_dist.ranks.membership import Membership
 
 _TO_EXIT = 10.0
 """Seconds for a process whose grace period is over."""

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from lightning_dist.base.features import RECOVERY
 from lightning_dist.checkpoint.settings import CheckpointSettings, require_choices
 from lightning_dist.elastic.data.plan import BatchPolicy
-from lightning_dist.features import RECOVERY
 
 RecoveryMode = Literal["restart", "in_process"]
 """Reaction of the remaining ranks to a lost one: restart, or continue."""

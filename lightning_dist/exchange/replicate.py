@@ -8,7 +8,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.ranks.channel import Channel
 
 
 @torch.no_grad()

@@ -24,11 +24,10 @@ from torch import Tensor
 from typing_extensions import Unpack, override
 
 from lightning_dist.codecs.base import Payload, Plane
-from lightning_dist.exchange import traffic
-from lightning_dist.exchange.channel import Channel, PendingWork
-from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes, views
-from lightning_dist.topology import Topology
+from lightning_dist.ranks import Topology, traffic
+from lightning_dist.ranks.channel import Channel, PendingWork
+from lightning_dist.ranks.traffic import Sent
 
 Allocate = Callable[[int], Tensor]
 """Bytes -> flat uint8 memory, aligned for any dtype."""

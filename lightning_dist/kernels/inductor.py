@@ -22,7 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_dist.accelerator import is_accelerator
+from lightning_dist.base.accelerator import is_accelerator
+from lightning_dist.base.log import get_logger
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.codecs.threshold import Threshold
@@ -31,7 +32,6 @@ from lightning_dist.kernels.native import block_passes, sparse_passes
 from lightning_dist.kernels.passes import Pass, Passes, compute_dtype
 from lightning_dist.kernels.sparse import EAGER
 from lightning_dist.kernels.triton import available_on
-from lightning_dist.log import get_logger
 
 log = get_logger(__name__)
 

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.scales import HEADROOM
 from lightning_dist.codecs.threshold import Threshold
-from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.kernels.passes import Pass, Passes
 
 _SOURCE = Path(__file__).with_name("native.cpp")

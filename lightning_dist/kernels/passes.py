@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dist.accelerator import is_accelerator
+from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.codecs.memory import Memory, State
 

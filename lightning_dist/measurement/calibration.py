@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 
-from lightning_dist.accelerator import is_accelerator
+from lightning_dist.base.accelerator import is_accelerator
+from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.base import Codec
-from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, clock_of
 from lightning_dist.measurement.microbenchmark import WIDTH, Passes

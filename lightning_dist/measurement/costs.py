@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dist.exchanges import EXCHANGES
+from lightning_dist.base.exchanges import EXCHANGES
 
 CANDIDATES = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
 """Default codecs of predictions."""

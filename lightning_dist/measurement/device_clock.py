@@ -10,8 +10,8 @@ from typing import Protocol, TypeAlias, cast
 
 import torch
 
-from lightning_dist.accelerator import DeviceEvent, DeviceStream, device_module, has_streams
-from lightning_dist.private import hold_stream
+from lightning_dist.base.accelerator import DeviceEvent, DeviceStream, device_module, has_streams
+from lightning_dist.base.private import hold_stream
 
 _COMPARING = 50_000
 """Nanoseconds that a comparison of clocks may take of a step."""

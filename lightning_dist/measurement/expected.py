@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec, Shape
-from lightning_dist.exchange.traffic import Sent
+from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import (
@@ -21,7 +21,7 @@ from lightning_dist.reducer.plan.slices import (
     slices_of,
 )
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.settings import Settings
+from lightning_dist.settings.exchange import Settings
 
 _META = torch.device("meta")
 _LARGE = 1 << 16

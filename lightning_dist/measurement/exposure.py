@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_dist.accelerator import device_module, is_accelerator
-from lightning_dist.log import get_logger
+from lightning_dist.base.accelerator import device_module, is_accelerator
+from lightning_dist.base.log import get_logger
 from lightning_dist.measurement.device_clock import Timestamp, clock_of
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer

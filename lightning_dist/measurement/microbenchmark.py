@@ -10,17 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.none import NoCompression
-from lightning_dist.exchange.channel import Channel, PendingWork
-from lightning_dist.exchanges import EXCHANGES
+from lightning_dist.ranks import Topology
+from lightning_dist.ranks.channel import Channel, PendingWork
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import JoinedUnit
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
-from lightning_dist.topology import Topology
 
 WIDTH = 1024
 """Rows and columns of the gradients, which are matrices."""

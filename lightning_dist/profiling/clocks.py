@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_dist.exchange.handshake import all_facts
-from lightning_dist.private import all_gather_single
+from lightning_dist.base.private import all_gather_single
 from lightning_dist.profiling.capture.events import ClockRecord
+from lightning_dist.ranks.facts import all_facts
 
 _CPU = torch.device("cpu")  # gloo's, where the program has another default device
 

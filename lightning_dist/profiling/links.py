@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from lightning_dist.private import all_gather_single, destroy_group
+from lightning_dist.base.private import all_gather_single, destroy_group
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 
 DTYPE = torch.float32

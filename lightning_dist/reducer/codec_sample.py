@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_dist.accelerator import placed
+from lightning_dist.base.accelerator import placed
 from lightning_dist.codecs.base import Codec
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.accelerator import placed
-from lightning_dist.exchange.handshake import all_facts, differences
+from lightning_dist.base.accelerator import placed
+from lightning_dist.ranks.facts import all_facts, differences
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.state import ReducerState, StateCopy

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from typing_extensions import override
 
-from lightning_dist.accelerator import DeviceEvent, device_module, is_accelerator
+from lightning_dist.base.accelerator import DeviceEvent, device_module, is_accelerator
 
 Task = Callable[[], None]
 Tasks = queue.SimpleQueue[Task | None]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from lightning_dist.accelerator import is_accelerator
-from lightning_dist.exchange.channel import Channel, WaitLimit
+from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.exchange.rounds import Allocate, Where
-from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import Level, Nodes, levels_of, rows_of
+from lightning_dist.ranks import Topology
+from lightning_dist.ranks.channel import Channel, WaitLimit
+from lightning_dist.ranks.levels import Level, Nodes, levels_of, rows_of
 
 NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 """Ranks of the world -> a group of them. Every member calls it, for its groups in one order."""

@@ -11,7 +11,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from lightning_dist.exchange.channel import Watch, nothing
+from lightning_dist.ranks.channel import Watch, nothing
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.units.base import CodecGroup, CommUnit

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lightning_dist.exchange.traffic import Sent
+from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
 from lightning_dist.reducer.commit import (
     Answer,
@@ -36,7 +36,7 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.units.base import CodecGroup, decode_all, staggered
-from lightning_dist.settings import Settings
+from lightning_dist.settings.exchange import Settings
 
 _COMPARED_EVERY = 100
 

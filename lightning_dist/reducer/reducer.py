@@ -14,8 +14,9 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from lightning_dist.accelerator import is_accelerator
-from lightning_dist.log import get_logger
+from lightning_dist.base.accelerator import is_accelerator
+from lightning_dist.base.log import get_logger
+from lightning_dist.ranks import Topology
 from lightning_dist.reducer.commit import Answer, Recovery
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.network import Network
@@ -34,8 +35,7 @@ from lightning_dist.reducer.plan.slices import (
 from lightning_dist.reducer.saved import require_mapping, require_names, require_one_state
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import run_config
-from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology
+from lightning_dist.settings.exchange import Settings
 
 log = get_logger(__name__)
 

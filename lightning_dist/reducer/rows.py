@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_dist.base.private import copy_all
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import Memory, NoMemory, RoundedError, State
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.exchange import traffic
-from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.wire import row_bytes, views
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
-from lightning_dist.private import copy_all
-from lightning_dist.topology import Topology
+from lightning_dist.ranks import Topology, traffic
+from lightning_dist.ranks.channel import Channel
 
 Cut = Mapping[BlockCodec, Sequence[tuple[int, int]]]
 """``(offset, elements)`` of what each codec has of a row."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_dist.exchange.handshake import all_facts, differences
+from lightning_dist.base.private import tensors_in
 from lightning_dist.exchange.replicate import bits_digest
-from lightning_dist.private import tensors_in
+from lightning_dist.ranks.facts import all_facts, differences
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.parts import Held
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.exchange.handshake import Facts, all_facts
+from lightning_dist.ranks.facts import Facts, all_facts
 from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.parts import Held, Stripes
 from lightning_dist.reducer.plan.slices import ParameterSlice

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_dist.exchange.traffic import Sent
+from lightning_dist.base.versions import versions
+from lightning_dist.ranks import Topology
+from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.network import Network
-from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology
-from lightning_dist.versions import versions
+from lightning_dist.settings.exchange import Settings
 
 
 @dataclass

@@ -18,11 +18,11 @@ from worlds import Rank, run_threads
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.snapshot.fence import Fence
+from lightning_dist.ranks.agreement import Ranks
 
 
 class Foreign(torch.optim.SGD):

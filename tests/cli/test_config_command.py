@@ -18,8 +18,8 @@ from click.testing import Result
 from processes import readable
 
 from lightning_dist.cli import config_accelerate
-from lightning_dist.configuration import OPTIONS, read
-from lightning_dist.configuration.options import OF_DDP
+from lightning_dist.settings import OPTIONS, read
+from lightning_dist.settings.options import OF_DDP
 
 config_command = import_module("lightning_dist.cli.config")
 

@@ -14,7 +14,7 @@ from click.testing import Result
 from processes import run
 
 TORCHRUN = "lightning_dist.elastic.agent"
-ACCELERATE = "lightning_dist.integrations.accelerate.launch"
+ACCELERATE = "lightning_dist.frameworks.accelerate.launch"
 PROGRAM = ["-c", "from lightning_dist.cli import main; main()", "launch"]
 SCRIPT = """
 import json, os, sys

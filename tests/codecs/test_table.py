@@ -36,7 +36,7 @@ from lightning_dist.codecs import (
     warmup,
 )
 from lightning_dist.codecs.table import CodecTable
-from lightning_dist.settings import Settings
+from lightning_dist.settings.exchange import Settings
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ def install(folder: Path, entry_points: str, *, package: str = "own_package") ->
 LISTED = """
 import sys
 from lightning_dist.codecs import CODECS
-from lightning_dist.integrations.strategies.registration import NAMES
+from lightning_dist.frameworks.strategies.registration import NAMES
 assert {"compressed_ddp_rowint8", "compressed_ddp_int8_decay"} <= set(NAMES)
 assert {"rowint8", "int8_decay"} <= set(CODECS)
 assert "own_package" not in sys.modules

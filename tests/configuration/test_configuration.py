@@ -14,21 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_dist
-from lightning_dist.configuration import (
-    CODE,
-    LEFT_OUT,
-    OPTIONS,
-    SIDECAR,
-    Resolved,
-    read,
-    resolve,
-    write,
-)
-from lightning_dist.configuration.files import accelerate_default
-from lightning_dist.configuration.options import METHODS, OF_DDP, OF_LOCAL, OF_SHARDS, require_only
-from lightning_dist.integrations.strategies.arguments import CompressionArguments
-from lightning_dist.integrations.torch.local.settings import Method
-from lightning_dist.settings import Settings
+from lightning_dist.frameworks.strategies.arguments import CompressionArguments
+from lightning_dist.settings import CODE, LEFT_OUT, OPTIONS, SIDECAR, Resolved, read, resolve, write
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.files import accelerate_default
+from lightning_dist.settings.options import METHODS, OF_DDP, OF_LOCAL, OF_SHARDS, require_only
+from lightning_dist.sync.local.settings import Method
 
 COUNTS = st.integers(0, 10**12)
 SWITCH = st.one_of(st.booleans(), st.just("auto"))
@@ -109,9 +100,6 @@ def test_what_is_wrong_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="start_step must be"):
         write(path, {"start_step": -1})
     assert read(path) == {"codec": "int4"}
-
-
-FOLDER = Path(lightning_dist.__file__).parent / "configuration"
 
 
 @pytest.fixture
@@ -349,7 +337,7 @@ def test_it_needs_the_standard_library_and_yaml_only() -> None:
     code = (
         "import sys, lightning_dist\n"
         "before = set(sys.modules)\n"
-        "import lightning_dist.configuration\n"
+        "import lightning_dist.settings\n"
         "names = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(*sorted(names - sys.stdlib_module_names))"
     )

@@ -106,7 +106,7 @@ inputs, outputs = torch.empty(2, 8), torch.empty(2, 8, requires_grad=True)
 """
 BEFORE = {
     "accelerate 1": TRANSFORMERS,
-    "command-line 0": DDP + "from lightning_dist.configuration import resolve\n",
+    "command-line 0": DDP + "from lightning_dist.settings import resolve\n",
     "elastic 2": "lightning_dist.init_process_group()\n" + ACCELERATE + LOOP,
     "fsdp2 1": SHARDED,
     "fsdp2 3": HSDP,

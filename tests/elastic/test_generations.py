@@ -18,14 +18,14 @@ from store_hosts import StoreHost
 from torch.distributed import Store, TCPStore
 from worlds import Rank, run_threads
 
-from lightning_dist.checkpoint.ranks import Ranks
-from lightning_dist.elastic.membership import StopConsensus
+from lightning_dist.base.features import RECOVERY
 from lightning_dist.elastic.recovery import member as member_module
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import GenerationGroups, init_alone
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report, Worker
-from lightning_dist.features import RECOVERY
+from lightning_dist.ranks.agreement import Ranks
+from lightning_dist.ranks.membership import StopConsensus
 
 LIMIT = timedelta(seconds=30)
 

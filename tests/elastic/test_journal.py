@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.elastic.data.plan import Layout
 from lightning_dist.elastic.history import RunHistory
 from lightning_dist.elastic.journal import CHANGE, Journal, Progress, Summary, summarize
 from lightning_dist.elastic.recovery.change import Change, Pause, norm_of_lost
 from lightning_dist.elastic.recovery.protocol import Generation
+from lightning_dist.ranks.agreement import Ranks
 
 
 class Clock:

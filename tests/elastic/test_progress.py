@@ -21,7 +21,6 @@ from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.data.plan import Layout, Position
-from lightning_dist.elastic.membership import Membership
 from lightning_dist.elastic.progress import (
     ElasticState,
     Generators,
@@ -30,6 +29,7 @@ from lightning_dist.elastic.progress import (
 )
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.rng import derive_seed
+from lightning_dist.ranks.membership import Membership
 
 STEPS = 24
 Make = Callable[[torch.optim.Optimizer, float], Any]

@@ -14,9 +14,9 @@ from processes import port
 from store_hosts import StoreHost
 
 from lightning_dist.elastic.launcher import rendezvous
-from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.launcher.rendezvous import attempt_store, meet
 from lightning_dist.elastic.launcher.store_queue import StoreQueue
+from lightning_dist.ranks.launch import Launch
 
 TORCHRUN = {
     "RANK": "5",

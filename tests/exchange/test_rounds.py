@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from threads import on_threads
 from worlds import Rank, run_threads
 
-from lightning_dist import exchanges
+from lightning_dist.base import exchanges
+from lightning_dist.base.exchanges import EXCHANGES, ExchangeKind, register_exchange
 from lightning_dist.codecs import FP16, Int8, Payload, Plane
 from lightning_dist.exchange import rounds
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.handshake import Facts, all_facts, require_equal
 from lightning_dist.exchange.replicate import replicate
 from lightning_dist.exchange.rounds import AllGather, AllReduce, Exchange, TwoShot
-from lightning_dist.exchange.traffic import (
+from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.ranks import Topology, host_name
+from lightning_dist.ranks.channel import Channel
+from lightning_dist.ranks.facts import Facts, all_facts, require_equal
+from lightning_dist.ranks.traffic import (
     Sent,
     all_to_all,
     broadcasts,
@@ -26,10 +29,7 @@ from lightning_dist.exchange.traffic import (
     ring_allreduce,
     scatter,
 )
-from lightning_dist.exchange.wire import row_bytes, views
-from lightning_dist.exchanges import EXCHANGES, ExchangeKind, register_exchange
-from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology, host_name
+from lightning_dist.settings.exchange import Settings
 
 _DTYPES = [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _planes = st.builds(Plane, st.sampled_from(_DTYPES), st.integers(1, 17))

@@ -384,7 +384,7 @@ def main(given: str, results: str) -> None:
     import elastic_runs  # noqa: F401  (and all that it imports, once)
     import loop_runs  # noqa: F401
 
-    import lightning_dist.integrations.lightning.elastic.restart  # noqa: F401
+    import lightning_dist.frameworks.lightning.elastic.restart  # noqa: F401
 
     random.seed(0)
     jobs = [

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
-from lightning_dist.integrations.torch.fsdp.replicas import ShardedGradients
 from lightning_dist.kernels.passes import Kernels
+from lightning_dist.sync.fsdp.attach import compress_fsdp
+from lightning_dist.sync.fsdp.replicas import ShardedGradients
 
 WIDTH = 33
 STEPS = 3

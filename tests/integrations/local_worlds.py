@@ -14,8 +14,8 @@ from worlds import Rank
 
 from lightning_dist import local_updates
 from lightning_dist.codecs import TopK
-from lightning_dist.integrations.torch.local.fragments import Fragment
-from lightning_dist.integrations.torch.local.outer_steps import LocalUpdates
+from lightning_dist.sync.local.fragments import Fragment
+from lightning_dist.sync.local.outer_steps import LocalUpdates
 
 WIDTH = 24
 T = TypeVar("T")

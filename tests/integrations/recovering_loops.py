@@ -37,14 +37,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
+from lightning_dist.elastic.loop.placement import LoopPlacement
 from lightning_dist.elastic.process.lifecycle import ProcessLifecycle
+from lightning_dist.elastic.recovery import step as recovery
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import GenerationGroups
+from lightning_dist.elastic.recovery.placement import RecoverablePlacement
 from lightning_dist.elastic.recovery.protocol import Keys
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.integrations.loop.placement import LoopPlacement
-from lightning_dist.integrations.torch import recovery
-from lightning_dist.integrations.torch.placement import RecoverablePlacement
+from lightning_dist.ranks.channel import Channel
 
 SIZE, BATCH, EPOCHS = 60, 4, 3
 LIMIT = 80.0

@@ -42,8 +42,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
-from lightning_dist.integrations.lightning.elastic.recovery import RecoveringPlacement
-from lightning_dist.integrations.lightning.elastic.sections import Sections
+from lightning_dist.frameworks.lightning.elastic.recovery import RecoveringPlacement
+from lightning_dist.frameworks.lightning.elastic.sections import Sections
 
 
 class Module(pl.LightningModule):

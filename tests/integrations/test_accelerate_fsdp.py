@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist.accelerate import CompressedFSDPPlugin
-from lightning_dist.integrations.accelerate.patch import attached_everywhere
+from lightning_dist.frameworks.accelerate.patch import attached_everywhere
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
 WIDTH = 18

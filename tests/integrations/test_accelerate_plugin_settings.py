@@ -26,11 +26,11 @@ from lightning_dist.accelerate import (
     CompressedFSDPPlugin,
     local_updates,
 )
-from lightning_dist.configuration import OPTIONS
-from lightning_dist.configuration.options import OF_DDP
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.integrations.accelerate.attach import handler_of
-from lightning_dist.settings import Settings
+from lightning_dist.frameworks.accelerate.attach import handler_of
+from lightning_dist.settings import OPTIONS
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.options import OF_DDP
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.verify import verify
-from lightning_dist.integrations.accelerate.async_state.scratch import Scratch, sweep
+from lightning_dist.frameworks.accelerate.async_state.scratch import Scratch, sweep
 
 
 @pytest.fixture

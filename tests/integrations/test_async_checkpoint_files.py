@@ -23,12 +23,12 @@ from checkpoint_runs import (
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
+from lightning_dist.base.versions import installed_version, release
 from lightning_dist.checkpoint import reading
 from lightning_dist.checkpoint.disk import scan
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK, own
-from lightning_dist.integrations.lightning.checkpoint import find_last, resume
-from lightning_dist.versions import installed_version, release
+from lightning_dist.frameworks.lightning.checkpoint import find_last, resume
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},

@@ -28,7 +28,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import owner_of
 from lightning_dist.checkpoint.disk.verify import describe
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.integrations.lightning.checkpoint import resume
+from lightning_dist.frameworks.lightning.checkpoint import resume
 
 pytestmark = pytest.mark.on_ranks(2)
 STRATEGIES: dict[str, Callable[[], Any]] = {

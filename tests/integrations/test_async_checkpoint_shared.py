@@ -33,11 +33,11 @@ from lightning_dist import AsyncCheckpoint
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.manifest import Origin
-from lightning_dist.checkpoint.ranks import Ranks
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.lightning.checkpoint import async_checkpoint
-from lightning_dist.integrations.lightning.checkpoint.bookkeeping import Displaced
+from lightning_dist.frameworks.lightning.checkpoint import async_checkpoint
+from lightning_dist.frameworks.lightning.checkpoint.bookkeeping import Displaced
+from lightning_dist.ranks.agreement import Ranks
 
 PAIRS: dict[str, list[dict[str, Any]]] = {
     "one name": [

@@ -37,9 +37,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.integrations.profiler import run as profile_run
 from lightning_dist.profiling.analysis.breakdown import analyse, passes_of
 from lightning_dist.profiling.run import read_run
+from lightning_dist.profiling.session import run as profile_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(2)]
 

@@ -40,10 +40,10 @@ from lightning_dist import (
     warmup,
 )
 from lightning_dist.codecs import DGC, POLICIES, QSGD, Codec, Int4, PowerSGD, Threshold, TopK
-from lightning_dist.configuration import resolve
-from lightning_dist.configuration.options import POLICIES as POLICIES_OF_FILES
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.settings import Settings
+from lightning_dist.settings import resolve
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.options import POLICIES as POLICIES_OF_FILES
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
 

@@ -24,11 +24,11 @@ from worlds import Rank, run_threads
 from lightning_dist import AsyncCheckpoint, LocalUpdateStrategy, OneBitAdam, compress_ddp
 from lightning_dist.codecs import CODECS
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.integrations.torch.ddp import connect_optimizers
 from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.sync.ddp import connect_optimizers
 
 
 class Given(nn.Module):

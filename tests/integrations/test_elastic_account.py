@@ -36,13 +36,13 @@ from torch import Tensor
 
 from lightning_dist import AsyncCheckpoint, ElasticRestart
 from lightning_dist.checkpoint.disk.scan import newest_valid
-from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.progress import KEY
-from lightning_dist.integrations.lightning.launcher import (
+from lightning_dist.frameworks.lightning.launcher import (
     ElasticEnvironment,
     launch_of,
     local_devices,
 )
+from lightning_dist.ranks.launch import Launch
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.integrations.torch.fsdp.attach import attach_replicas, compress_fsdp
+from lightning_dist.sync.fsdp.attach import attach_replicas, compress_fsdp
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
 IS_NEW = pytest.mark.skipif(

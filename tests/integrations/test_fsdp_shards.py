@@ -29,15 +29,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from worlds import ALL_GATHER
 
 from lightning_dist import CommProfiler
-from lightning_dist.integrations.torch.fsdp import shards
-from lightning_dist.integrations.torch.fsdp.attach import compress_fsdp
-from lightning_dist.integrations.torch.fsdp.private import collectives_of, parameter_groups_of
-from lightning_dist.integrations.torch.fsdp.shards import QuantisedCollective
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import predict
 from lightning_dist.profiling.whatif.scenarios import scenarios_of
+from lightning_dist.sync.fsdp import shards
+from lightning_dist.sync.fsdp.attach import compress_fsdp
+from lightning_dist.sync.fsdp.private import collectives_of, parameter_groups_of
+from lightning_dist.sync.fsdp.shards import QuantisedCollective
 
 pytestmark = pytest.mark.on_ranks(2)
 FOUR = pytest.param(4, marks=[pytest.mark.on_ranks(4), pytest.mark.exhaustive])

@@ -12,7 +12,7 @@ from threads import of_all
 from torch import Tensor, nn
 
 from lightning_dist import OneBitAdam
-from lightning_dist.integrations.torch.local.settings import LocalUpdateSettings
+from lightning_dist.sync.local.settings import LocalUpdateSettings
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

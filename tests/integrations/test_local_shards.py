@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lightning_dist import local_updates
-from lightning_dist.integrations.torch.local.state import WorkerStates
+from lightning_dist.sync.local.state import WorkerStates
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
 ALL: dict[str, Any] = {"min_compress_numel": 0}

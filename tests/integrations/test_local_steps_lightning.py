@@ -39,10 +39,10 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Subset
 
 from lightning_dist import AsyncCheckpoint, ElasticLoop, local_updates
+from lightning_dist.base.features import FSDP
 from lightning_dist.checkpoint.reading import load
+from lightning_dist.elastic.loop.objects import Objects
 from lightning_dist.fabric import LocalUpdateStrategy as FabricStrategy
-from lightning_dist.features import FSDP
-from lightning_dist.integrations.loop.objects import Objects
 
 pytestmark = pytest.mark.on_ranks(2)
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import local_updates
 from lightning_dist.codecs import CODECS, TopK, resolve_codec
-from lightning_dist.integrations.torch.local import outer_steps
+from lightning_dist.sync.local import outer_steps
 
 LOCAL_SGD = {"method": "local_sgd", "sync_every": 3}
 STREAMING = {"method": "streaming", "sync_every": 4, "fragments": 2, "overlap_steps": 1}

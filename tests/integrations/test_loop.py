@@ -31,8 +31,8 @@ import lightning_dist
 from lightning_dist import ElasticLoop
 from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.integrations.accelerate.async_state import folders
-from lightning_dist.integrations.loop.placement import Stopped
+from lightning_dist.elastic.loop.placement import Stopped
+from lightning_dist.frameworks.accelerate.async_state import folders
 
 
 def loop_in(folder: Path, **changed: Any) -> ElasticLoop:

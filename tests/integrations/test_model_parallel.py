@@ -35,9 +35,9 @@ from worlds import ALL_GATHER, REDUCE_SCATTER
 
 from lightning_dist import AsyncCheckpoint, CommProfiler, OneBitAdam
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
-from lightning_dist.integrations.torch.fsdp.private import collectives_of, parameter_groups_of
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import observe
+from lightning_dist.sync.fsdp.private import collectives_of, parameter_groups_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

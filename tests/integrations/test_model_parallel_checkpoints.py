@@ -36,14 +36,14 @@ from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 from lightning_dist import AsyncCheckpoint
+from lightning_dist.base.features import FSDP
+from lightning_dist.base.versions import release
 from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
 from lightning_dist.checkpoint.reading import consolidate
 from lightning_dist.checkpoint.reading import load as load_checkpoint
 from lightning_dist.checkpoint.snapshot.plan import Plan
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.cli import app
-from lightning_dist.features import FSDP
-from lightning_dist.versions import release
 
 pytestmark = [needs(FSDP), pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
 NAME = "epoch=0.ckpt"

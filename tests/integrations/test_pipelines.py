@@ -20,8 +20,8 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp, compress_fsdp
-from lightning_dist.features import FSDP
-from lightning_dist.versions import release
+from lightning_dist.base.features import FSDP
+from lightning_dist.base.versions import release
 
 pytestmark = pytest.mark.skipif(
     release(torch.__version__) < (2, 11), reason="pipelines of this torch fail over gloo"

@@ -29,10 +29,10 @@ from worlds import Rank
 
 from lightning_dist import by_name, compress_ddp
 from lightning_dist.accelerate import CompressedDDPPlugin
+from lightning_dist.base.private import timeout_of
 from lightning_dist.fabric import CompressedDDPStrategy
-from lightning_dist.integrations.torch.ddp import reducer_of
-from lightning_dist.private import timeout_of
 from lightning_dist.reducer.commit import require_equal_hyperparameters
+from lightning_dist.sync.ddp import reducer_of
 
 
 def two_branches() -> nn.ModuleDict:

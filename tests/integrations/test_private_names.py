@@ -29,9 +29,9 @@ from packaging.version import Version
 from processes import run
 
 import lightning_dist
-from lightning_dist import CODECS, AsyncCheckpoint, CompressedDDPStrategy, features
-from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.features import (
+from lightning_dist import CODECS, AsyncCheckpoint, CompressedDDPStrategy
+from lightning_dist.base import features
+from lightning_dist.base.features import (
     ASYNC_CHECKPOINT,
     CHECKPOINTS,
     DDP,
@@ -40,17 +40,18 @@ from lightning_dist.features import (
     Feature,
     is_there,
 )
-from lightning_dist.integrations.lightning.checkpoint import private as of_checkpoints
-from lightning_dist.integrations.strategies.names import (
+from lightning_dist.base.private import new_group
+from lightning_dist.base.versions import installed_version, release
+from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
+from lightning_dist.frameworks.lightning.checkpoint import private as of_checkpoints
+from lightning_dist.frameworks.strategies.names import (
     ELASTIC_NAMES,
     LOCAL_NAMES,
     LOCAL_SHARDED_NAMES,
     SHARDED_NAMES,
     register,
 )
-from lightning_dist.integrations.strategies.registration import lightning_strategy, register_all
-from lightning_dist.private import new_group
-from lightning_dist.versions import installed_version, release
+from lightning_dist.frameworks.strategies.registration import lightning_strategy, register_all
 
 PACKAGE = Path(lightning_dist.__file__).parent
 COMPILERS = PACKAGE / "kernels"

@@ -17,10 +17,10 @@ import lightning_dist
 from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import init_alone, is_alone
+from lightning_dist.elastic.recovery.regroup import require_recoverable
+from lightning_dist.elastic.recovery.step import StepRecovery
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.integrations.torch.ddp import reducer_of
-from lightning_dist.integrations.torch.recovery import StepRecovery
-from lightning_dist.integrations.torch.regroup import require_recoverable
+from lightning_dist.sync.ddp import reducer_of
 
 
 @pytest.fixture(autouse=True)

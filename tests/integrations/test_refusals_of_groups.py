@@ -15,16 +15,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
+from lightning_dist.base.features import ORDERED_GROUPS, RECOVERY
 from lightning_dist.codecs import CODECS
 from lightning_dist.elastic.private import send_buffers
 from lightning_dist.elastic.recovery.groups import init_alone
-from lightning_dist.features import ORDERED_GROUPS, RECOVERY
-from lightning_dist.integrations.torch import networks
-from lightning_dist.integrations.torch.ddp import compress_ddp
-from lightning_dist.integrations.torch.grouping import topology_of
-from lightning_dist.integrations.torch.regroup import from_rank
-from lightning_dist.settings import Settings
-from lightning_dist.topology.launcher import Claim
+from lightning_dist.elastic.recovery.regroup import from_rank
+from lightning_dist.ranks.launcher import Claim
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.sync import networks
+from lightning_dist.sync.ddp import compress_ddp
+from lightning_dist.sync.grouping import topology_of
 
 
 def grouped(nodes: str, *, claims: Sequence[Any] | None = None, **settings: Any) -> Any:

@@ -198,7 +198,7 @@ def test_an_accelerator_is_not_given_what_runs_code(
 
 
 def test_what_cannot_be_read_at_all_is_not_given_to_an_accelerator(tmp_path: Path) -> None:
-    from lightning_dist.integrations.accelerate.async_state.files import OBJECTS, problem_in
+    from lightning_dist.frameworks.accelerate.async_state.files import OBJECTS, problem_in
 
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)  # torch.load would run its code

@@ -17,8 +17,8 @@ from scenarios.accelerating import forget_accelerators
 
 from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.codecs import Int4
-from lightning_dist.integrations.accelerate.patch import attached_everywhere
-from lightning_dist.integrations.accelerate.transformers import residuals_in_checkpoints
+from lightning_dist.frameworks.accelerate.patch import attached_everywhere
+from lightning_dist.frameworks.accelerate.transformers import residuals_in_checkpoints
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "unchanged_training.py"

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from scenarios.accelerating import forget_accelerators
 
 from lightning_dist.accelerate import CompressedDDPPlugin
-from lightning_dist.integrations.accelerate.attach import handler_of
+from lightning_dist.frameworks.accelerate.attach import handler_of
 from lightning_dist.transformers import CompressedDDPMixin
 
 

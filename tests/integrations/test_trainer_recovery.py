@@ -13,7 +13,7 @@ from recovering_jobs import STEP, TrainerJob, weights_alone
 from recovering_loops import SIZE
 from tiers import some_exhaustive
 
-from lightning_dist.features import RECOVERY
+from lightning_dist.base.features import RECOVERY
 from lightning_dist.profiling.run import read_run, run_folder
 
 pytestmark = [

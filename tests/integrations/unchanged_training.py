@@ -20,8 +20,8 @@ def main() -> None:
         accelerator.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    from lightning_dist.integrations.torch.ddp import reducer_of  # only to look
-    from lightning_dist.integrations.torch.local.updates import updates_of
+    from lightning_dist.sync.ddp import reducer_of  # only to look
+    from lightning_dist.sync.local.updates import updates_of
 
     reducer, updates = reducer_of(model.module), updates_of(model.module)
     said = {

@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist.codecs import NoCompression, resolve_codec
 from lightning_dist.codecs.policies import raw_beside
-from lightning_dist.exchange.channel import Channel
 from lightning_dist.kernels import passes as eager_passes
+from lightning_dist.ranks import Topology
+from lightning_dist.ranks.channel import Channel
+from lightning_dist.ranks.levels import nodes_of
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan import intra as intra_plan
 from lightning_dist.reducer.plan.planner import Planner
@@ -31,8 +33,6 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units import table
 from lightning_dist.reducer.units.base import CommUnit, decode_all, staggered
-from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import nodes_of
 
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 

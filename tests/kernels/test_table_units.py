@@ -15,9 +15,9 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
-from lightning_dist.exchange.channel import Channel
 from lightning_dist.measurement import microbenchmark
 from lightning_dist.measurement.microbenchmark import WIDTH, Passes
+from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.plan import intra

@@ -16,7 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from lightning_dist.private import destroy_group
+from lightning_dist.base.private import destroy_group
 from lightning_dist.profiling.capture.events import LinkRecord
 from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import OPS, measure, measure_links, pairs

@@ -11,12 +11,12 @@ import torch
 from planted import Planted, replace
 from torch import Tensor
 
-from lightning_dist.integrations.profiler.live import of_errors
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm, growth_of
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.codec_error import MOST, CompressionErrorSampler
 from lightning_dist.profiling.capture.events import ErrorRecord, RankRecord
 from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.session.live import of_errors
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 
 MS = 1_000_000

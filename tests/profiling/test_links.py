@@ -19,8 +19,7 @@ from threads import of_all, on_threads
 from worlds import ALL_GATHER, Rank, run_threads
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
-from lightning_dist.checkpoint.ranks import new_group_of_all
-from lightning_dist.private import destroy_group
+from lightning_dist.base.private import destroy_group
 from lightning_dist.profiling import clocks
 from lightning_dist.profiling.analysis.notes import ONE_NODE
 from lightning_dist.profiling.analysis.summarize import summarize
@@ -29,6 +28,7 @@ from lightning_dist.profiling.clocks import read_offset
 from lightning_dist.profiling.links import OPS, Measurement, measure, measure_burst, pairs
 from lightning_dist.profiling.run import RankRun, Run
 from lightning_dist.profiling.whatif.observe import observe
+from lightning_dist.ranks.agreement import new_group_of_all
 
 SCRIPT = Path(__file__).with_name("linked_hosts.py")
 FAST, SLOW = 200.0, 100.0

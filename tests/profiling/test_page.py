@@ -16,6 +16,7 @@ from planted import Planted, bare, replace
 from report_pages import assert_snapshot, body_of, choices_of, figures_of, printed, text_of
 from summaries import a_summary, a_timeline, sampled
 
+from lightning_dist.base.shared_folder import replace_file
 from lightning_dist.profiling.analysis.metrics import METRICS, format_value
 from lightning_dist.profiling.analysis.parts import (
     EXPOSED,
@@ -42,7 +43,6 @@ from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run, read_run
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
-from lightning_dist.shared_folder import replace_file
 
 
 def test_the_text_of_the_page() -> None:

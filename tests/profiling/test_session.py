@@ -14,8 +14,8 @@ from needs import needs
 from planted import MS, Planted, bare, replace
 from processes import run
 
-from lightning_dist.features import FLIGHT_RECORDER
-from lightning_dist.integrations.profiler.live import LiveProfile, log_summary, of_one_rank
+from lightning_dist.base.features import FLIGHT_RECORDER
+from lightning_dist.base.versions import installed_version, release
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import (
     OF_NO_BUCKET,
@@ -33,7 +33,7 @@ from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.profiling.capture.torch_tools import TorchTracer
 from lightning_dist.profiling.run import Run
-from lightning_dist.versions import installed_version, release
+from lightning_dist.profiling.session.live import LiveProfile, log_summary, of_one_rank
 
 BUCKETS = 40
 
@@ -338,7 +338,7 @@ def test_what_torch_keeps_is_written(
 
 BEGIN = """
 import ctypes, os, signal, sys
-from lightning_dist.integrations.profiler import sigterm
+from lightning_dist.profiling.session import sigterm
 sigterm._PATIENCE = 0.2
 def tell(*words):
     print(*words, flush=True)

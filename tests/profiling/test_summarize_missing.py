@@ -10,7 +10,6 @@ from changed_runs import coarse
 from planted import MS, Planted, bare, replaced
 from report_pages import body_of
 
-from lightning_dist.integrations.profiler.live import metrics_of
 from lightning_dist.profiling.analysis.compare import compare, measured
 from lightning_dist.profiling.analysis.imbalance import straggler
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
@@ -19,6 +18,7 @@ from lightning_dist.profiling.capture.events import EndRecord
 from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.report.tables import facts, ranks_table
 from lightning_dist.profiling.run import Run
+from lightning_dist.profiling.session.live import metrics_of
 from lightning_dist.profiling.whatif.costs import Costs
 from lightning_dist.profiling.whatif.predict import with_whatif
 

@@ -29,7 +29,6 @@ from whatif_runs import (
 )
 
 from lightning_dist.cli import app
-from lightning_dist.exchange import traffic
 from lightning_dist.measurement import calibration
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import StepRecord
@@ -45,8 +44,8 @@ from lightning_dist.profiling.whatif.scenarios import (
     scenarios_of,
 )
 from lightning_dist.profiling.whatif.simulator import SimulatedStep, collectives, simulate_step
+from lightning_dist.ranks import Topology, traffic
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
-from lightning_dist.topology import Topology
 
 SLOW = Link(rate=1e6)
 PAIR = Scenario("ddp", "flat", (1, 1), SLOW)

@@ -12,12 +12,12 @@ from torch.futures import Future
 from worlds import Rank
 
 from lightning_dist.codecs import Codec
-from lightning_dist.exchange.channel import Channel, WaitLimit
-from lightning_dist.integrations.torch.buckets import DDPBuckets
+from lightning_dist.ranks import Topology
+from lightning_dist.ranks.channel import Channel, WaitLimit
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.sync.buckets import DDPBuckets
 
 SHAPES = {"first": (40, 48), "second": (33, 50)}
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank
 
 from lightning_dist.codecs import CODECS, Codec
-from lightning_dist.integrations.torch.ddp import compress_ddp
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.sync.ddp import compress_ddp
 
 Shapes = Mapping[str, tuple[int, ...]]
 Tensors = dict[str, Tensor]

@@ -23,7 +23,7 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.units.tiles import Grid, Tile, UnitKeys
-from lightning_dist.settings import Settings
+from lightning_dist.settings.exchange import Settings
 
 CODEC = QSGD(block_size=64)
 

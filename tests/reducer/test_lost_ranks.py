@@ -13,11 +13,11 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS
-from lightning_dist.exchange.channel import PendingWork, WaitLimit
 from lightning_dist.exchange.rounds import Exchange
+from lightning_dist.ranks.channel import PendingWork, WaitLimit
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings import Settings
+from lightning_dist.settings.exchange import Settings
 
 LAST = 2
 """The rank that vanishes, of three."""

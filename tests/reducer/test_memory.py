@@ -32,11 +32,11 @@ from lightning_dist.codecs import (
 )
 from lightning_dist.codecs.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from lightning_dist.codecs.scaled import ScaledBlocks
-from lightning_dist.exchange.channel import Channel
-from lightning_dist.exchange.traffic import Sent
-from lightning_dist.integrations.torch.buckets import DDPBuckets
-from lightning_dist.integrations.torch.checks import compresses_fewer_bytes
 from lightning_dist.measurement.expected import expected_traffic, first_compressed_step
+from lightning_dist.ranks import Topology
+from lightning_dist.ranks.channel import Channel
+from lightning_dist.ranks.levels import nodes_of
+from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan.block import fitted
 from lightning_dist.reducer.plan.planner import Planner
@@ -45,9 +45,9 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.units import sizes
-from lightning_dist.settings import Settings
-from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import nodes_of
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.sync.buckets import DDPBuckets
+from lightning_dist.sync.rules import compresses_fewer_bytes
 
 Wish = bool | Literal["auto"]
 TABLE: list[tuple[str, Wish, Memory]] = [

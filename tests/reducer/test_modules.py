@@ -36,8 +36,8 @@ from worlds import Rank, is_known_to_gloo, run_threads
 
 from lightning_dist import OneBitAdam
 from lightning_dist.codecs import resolve_codec
-from lightning_dist.integrations.torch.ddp import attach, remember
 from lightning_dist.reducer.plan.slices import strides_in_bucket
+from lightning_dist.sync.ddp import attach, remember
 
 DOUBLE = torch.float64
 SETTINGS = {"min_compress_numel": 256}

@@ -17,11 +17,11 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import Shape
-from lightning_dist.exchange.traffic import Sent
-from lightning_dist.integrations.torch.ddp import compress_ddp
+from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, require_units, units_of
+from lightning_dist.sync.ddp import compress_ddp
 
 
 @dataclass(frozen=True)

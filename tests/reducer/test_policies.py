@@ -28,7 +28,7 @@ from lightning_dist.codecs import (
 from lightning_dist.kernels import inductor
 from lightning_dist.reducer.plan import planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, by_codec, slices_of
-from lightning_dist.settings import Settings
+from lightning_dist.settings.exchange import Settings
 
 # The others look at more than the number of elements, or change with the step.
 by_size_alone = [name for name in sorted(CODECS) if name not in ("powersgd", "dgc")]

@@ -15,7 +15,7 @@ from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import RoundedError
 from lightning_dist.codecs.none import NoCompression
-from lightning_dist.exchange.channel import Channel
+from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
 
 SLICES = [(0, 130), (150, 64), (214, 7), (221, 300)]

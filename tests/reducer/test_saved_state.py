@@ -32,13 +32,13 @@ from torch import Tensor
 from worlds import ALL_GATHER, Rank, run_threads
 
 from lightning_dist.codecs import Int8, resolve_codec
-from lightning_dist.exchange.channel import WaitLimit
-from lightning_dist.integrations.torch.ddp import compile_kernels
 from lightning_dist.kernels.inductor import Variant
+from lightning_dist.ranks.channel import WaitLimit
 from lightning_dist.reducer.executor import Worker
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan import planner
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.sync.ddp import compile_kernels
 
 KEEP = [c for c in EVERY_CODEC if resolve_codec(c).keeps_residual]
 

@@ -34,9 +34,9 @@ from worlds import Rank
 
 from lightning_dist.codecs import Codec, resolve_codec, warmup
 from lightning_dist.exchange.rounds import AllReduce, Exchange, TwoShot
-from lightning_dist.integrations.torch.ddp import attach, remember
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.sync.ddp import attach, remember
 
 THREE = {"first": (40, 48), "second": (33, 50), "third": (16, 70)}
 INTERRUPTED = 2

@@ -29,14 +29,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank
 
-from lightning_dist.exchange.channel import Channel
 from lightning_dist.exchange.rounds import TwoShot
-from lightning_dist.integrations.torch.ddp import compress_ddp
+from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer import reducer as reducer_module
 from lightning_dist.reducer.executor import SideStream, executor_for
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings import Settings
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.sync.ddp import compress_ddp
 from simulated_device.device import install
 from simulated_device.ranks import SimulatedRank, delays, require_same, run_on_devices, to_cpu
 

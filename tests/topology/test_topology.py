@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_dist.topology import Topology
-from lightning_dist.topology.groups import (
+from lightning_dist.ranks import Topology
+from lightning_dist.ranks.launcher import Claim, claim, contradiction, promised_ranks
+from lightning_dist.ranks.levels import (
     Nodes,
     blocks_of,
     levels_of,
@@ -17,7 +18,6 @@ from lightning_dist.topology.groups import (
     require_cover,
     rows_of,
 )
-from lightning_dist.topology.launcher import Claim, claim, contradiction, promised_ranks
 
 EVEN = ((0, 1), (2, 3))
 UNEVEN = ((0, 1, 2), (3,))

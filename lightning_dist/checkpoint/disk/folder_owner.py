@@ -10,11 +10,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.disk.file_lock import LockFile, NoLocksError, is_taken
 from lightning_dist.checkpoint.disk.recovery import recover
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.storage.local import LocalStorage
-from lightning_dist.log import get_logger
 
 log = get_logger(__name__)
 

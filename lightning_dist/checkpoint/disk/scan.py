@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 from lightning_dist.checkpoint.disk.storage.local import LocalStorage, cut_off
 from lightning_dist.checkpoint.disk.verify import Description, describe, verify
-from lightning_dist.log import get_logger
 
 log = get_logger(__name__)
 

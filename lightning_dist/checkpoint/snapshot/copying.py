@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_dist.accelerator import DeviceStream, device_module, is_accelerator
+from lightning_dist.base.accelerator import DeviceStream, device_module, is_accelerator
 from lightning_dist.checkpoint.private import version_of
 from lightning_dist.checkpoint.snapshot.plan import Owned, Run
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from lightning_dist.log import get_logger
+from lightning_dist.base.log import get_logger
 
 log = get_logger(__name__)
 

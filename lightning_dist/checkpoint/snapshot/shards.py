@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.base.private import tensors_in
 from lightning_dist.checkpoint.private import chunk_of, knows_offset, offset_in_file
 from lightning_dist.checkpoint.reading import opened
 from lightning_dist.checkpoint.restricted import restricted_load
 from lightning_dist.checkpoint.snapshot.plan import Striped, local_of
-from lightning_dist.private import tensors_in
 
 
 def without_shards(state: Any, mesh: DeviceMesh) -> tuple[Any, list[Striped]]:

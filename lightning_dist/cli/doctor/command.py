@@ -15,17 +15,17 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from lightning_dist.base.console import print_table
+from lightning_dist.base.versions import versions
 from lightning_dist.cli.doctor import Finding
 from lightning_dist.cli.doctor.network import launcher, network
 from lightning_dist.cli.doctor.node import devices, features, limits, machine
 from lightning_dist.cli.errors import reported
-from lightning_dist.console import print_table
-from lightning_dist.versions import versions
 
 _COLORS = {"ok": "green", "warning": "yellow", "error": "red", "n/a": "dim"}
 _RANK = """
 import datetime, sys, torch, torch.distributed as dist
-from lightning_dist.private import destroy_group
+from lightning_dist.base.private import destroy_group
 rank, store, seconds = sys.argv[1:]
 timeout = datetime.timedelta(seconds=float(seconds))
 dist.init_process_group("gloo", f"file://{store}", timeout, world_size=2, rank=int(rank))

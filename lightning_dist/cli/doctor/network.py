@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from lightning_dist.cli.doctor import Finding
-from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.ranks.launch import Launch
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 from rich.filesize import decimal
 
+from lightning_dist.base.features import FEATURES, Feature
+from lightning_dist.base.versions import installed_version
 from lightning_dist.cli.doctor import Finding
-from lightning_dist.features import FEATURES, Feature
-from lightning_dist.versions import installed_version
 
 FILES = 4096
 """Each group has a socket for every peer, and each tensor of a data loader's worker a file."""

@@ -9,9 +9,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from lightning_dist.base.log import get_logger
 from lightning_dist.elastic.private import give_back_restart
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART
-from lightning_dist.log import get_logger
 
 log = get_logger(__name__)
 

@@ -27,11 +27,11 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
-from lightning_dist.elastic.launcher.launch import Launch
 from lightning_dist.elastic.launcher.store_queue import StoreQueue
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.settings import RecoveryMode, require_recovery
+from lightning_dist.ranks.launch import Launch
 
 ROOT = "lightning_dist/attempts"
 POLL_SECONDS = (0.002, 0.1)

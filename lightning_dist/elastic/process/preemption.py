@@ -11,7 +11,7 @@ from contextlib import suppress
 from types import FrameType
 from weakref import WeakSet
 
-from lightning_dist.log import warn
+from lightning_dist.base.log import warn
 
 PREEMPTED = "preemption notice"
 """The reason if the check reported a preemption of the machine."""

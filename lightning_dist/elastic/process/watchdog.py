@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from lightning_dist.elastic.launcher.launch import Launch
-from lightning_dist.log import get_logger, prefixed
+from lightning_dist.base.log import get_logger, prefixed
+from lightning_dist.ranks.launch import Launch
 
 if TYPE_CHECKING:
     import psutil

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # re-exported silently
 
+from lightning_dist.base.log import get_logger
 from lightning_dist.elastic.recovery.protocol import (
     Generation,
     Keys,
@@ -18,7 +19,6 @@ from lightning_dist.elastic.recovery.protocol import (
     encode,
     next_generation,
 )
-from lightning_dist.log import get_logger
 
 log = get_logger(__name__)
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from lightning_dist.base.log import get_logger
 from lightning_dist.elastic.recovery import fork_server
 from lightning_dist.elastic.recovery.fork_server import (
     MESSAGE_BYTES,
@@ -19,7 +20,6 @@ from lightning_dist.elastic.recovery.fork_server import (
     READY,
     prctl,
 )
-from lightning_dist.log import get_logger
 
 log = get_logger(__name__)
 

@@ -7,12 +7,12 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from lightning_dist.elastic.membership import Membership
+from lightning_dist.base.log import get_logger
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
 from lightning_dist.elastic.recovery.groups import GenerationGroups
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report
-from lightning_dist.log import get_logger
+from lightning_dist.ranks.membership import Membership
 
 log = get_logger(__name__)
 

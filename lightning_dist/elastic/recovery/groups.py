@@ -29,9 +29,9 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_dist.elastic.launcher.launch import Launch
+from lightning_dist.base.private import new_group, set_group_timeout
 from lightning_dist.elastic.private import all_groups, forget_group_numbers
-from lightning_dist.private import new_group, set_group_timeout
+from lightning_dist.ranks.launch import Launch
 
 _CONNECT = timedelta(seconds=10)
 """For the members of a generation to connect, and of the first collectives among them."""

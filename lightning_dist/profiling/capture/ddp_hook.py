@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist.features import DDP
-from lightning_dist.private import (
+from lightning_dist.base.features import DDP
+from lightning_dist.base.private import (
     at_end_of_backward,
     communication_hooks,
     sparse_parts,

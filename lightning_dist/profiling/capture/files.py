@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_dist.exchange.handshake import all_facts
+from lightning_dist.base.shared_folder import has_token, leave_token, remove_token
 from lightning_dist.profiling.capture.events import EndRecord, Record, from_line, to_line
 from lightning_dist.profiling.links import first_sentence
-from lightning_dist.shared_folder import has_token, leave_token, remove_token
+from lightning_dist.ranks.facts import all_facts
 
 _TAIL = 4096
 """Bytes; the last line is a short one."""

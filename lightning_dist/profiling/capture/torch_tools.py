@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch
 
-from lightning_dist.private import flight_record
+from lightning_dist.base.private import flight_record
 
 STEPS = 3
 """Steps that are traced after a signal."""

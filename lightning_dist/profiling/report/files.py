@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from lightning_dist.optional import needed_by
+from lightning_dist.base.optional import needed_by
+from lightning_dist.base.shared_folder import replace_file
 from lightning_dist.profiling.analysis.breakdown import begin_of
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
 from lightning_dist.profiling.analysis.summarize import pick_steps
 from lightning_dist.profiling.analysis.tables import MS, step_table
 from lightning_dist.profiling.report.trace import write_trace
 from lightning_dist.profiling.run import Run
-from lightning_dist.shared_folder import replace_file
 
 _TIMES = (*PARTS, "exposed", "hidden", "exchange")
 STEP_COLUMNS = (

@@ -11,10 +11,10 @@ from markupsafe import Markup, escape
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
+from lightning_dist.base.shared_folder import replace_file
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline
 from lightning_dist.profiling.report import figures, tables
-from lightning_dist.shared_folder import replace_file
 
 
 def write_report(path: str | Path, summary: Summary, timelines: Sequence[Timeline]) -> None:

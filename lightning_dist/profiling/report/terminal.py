@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_dist.console import stdout_console
+from lightning_dist.base.console import stdout_console
 from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, TEXT
 from lightning_dist.profiling.analysis.parts import EXPOSED, Summary
 from lightning_dist.profiling.report.tables import (

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from lightning_dist.base.shared_folder import replace_file
 from lightning_dist.profiling.analysis.intervals import difference, lanes
 from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET
-from lightning_dist.shared_folder import replace_file
 
 Event: TypeAlias = dict[str, Any]
 _Slice: TypeAlias = list[Event]

@@ -28,7 +28,7 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import NamedTuple
 
-from lightning_dist.exchanges import EXCHANGES, Collective
+from lightning_dist.base.exchanges import EXCHANGES, Collective
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.whatif.scenarios import (
     DDP,

@@ -12,14 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.codecs.policies import raw_beside
-from lightning_dist.exchange.traffic import ring_allreduce
 from lightning_dist.exchange.wire import PayloadMemory
-from lightning_dist.exchanges import EXCHANGES
 from lightning_dist.kernels.inductor import Variant, fused_passes, known_passes
 from lightning_dist.kernels.passes import Factors, Kernels, Pass, compute_dtype
 from lightning_dist.kernels.triton import available_on, kernels_of
+from lightning_dist.ranks.traffic import ring_allreduce
 from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.block import BlockPlan, sends_more

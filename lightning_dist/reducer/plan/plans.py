@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_dist.accelerator import is_accelerator
+from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.codecs.base import Shape
 from lightning_dist.reducer.plan.planner import Planner

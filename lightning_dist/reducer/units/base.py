@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.rounds import Exchange, RowExchange
-from lightning_dist.exchange.traffic import Sent
 from lightning_dist.kernels.triton.table import Within
+from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.plan.slices import ParameterSlice
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.exchanges import EXCHANGES
+from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.reducer.plan.block import BlockPlan, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.units.base import CommUnit

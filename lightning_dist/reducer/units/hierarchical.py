@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.base.private import copy_all
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.rounds import RowExchange, TwoShot
-from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.triton.table import Within
-from lightning_dist.private import copy_all
+from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.plan.intra import IntraPlan, Owned, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered

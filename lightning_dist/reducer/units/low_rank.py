@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.base.private import copy_all
 from lightning_dist.codecs.base import Plane
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
 from lightning_dist.codecs.precision import full_precision
 from lightning_dist.exchange.rounds import AllReduce
-from lightning_dist.exchange.traffic import Sent, ring_allreduce
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.private import copy_all
+from lightning_dist.ranks.traffic import Sent, ring_allreduce
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, units_of

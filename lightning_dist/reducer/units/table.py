@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.accelerator import is_accelerator, placed
+from lightning_dist.base.accelerator import is_accelerator, placed
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.exchange.rounds import RowExchange
-from lightning_dist.exchange.traffic import Sent
 from lightning_dist.exchange.wire import row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable, packed
 from lightning_dist.kernels.triton.table import ALIGNMENTS, Within
+from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.plan.block import BlockPlan, fitted, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, compile_passes, join, units_of

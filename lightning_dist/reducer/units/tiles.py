@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_dist.base.private import copy_all
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.private import copy_all
 
 
 @dataclass(frozen=True)

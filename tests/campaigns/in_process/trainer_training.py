@@ -16,7 +16,7 @@ from recovering_loops import Net, Samples
 from torch import Tensor
 
 from lightning_dist import CompressedDDPStrategy, ElasticRestart
-from lightning_dist.integrations.lightning.elastic.recovery import RecoveringPlacement
+from lightning_dist.frameworks.lightning.elastic.recovery import RecoveringPlacement
 from tests.campaigns.in_process.drawing import SAVES, SIZE, VALIDATIONS
 from tests.campaigns.in_process.worker import (
     BUCKET_CAP_MB,

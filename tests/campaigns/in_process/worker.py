@@ -18,11 +18,11 @@ from recovering_loops import Samples, await_newcomers, digest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_dist.elastic.recovery import step as recovery
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import GenerationGroups
-from lightning_dist.exchange.channel import Channel, PendingWork
-from lightning_dist.integrations.torch import recovery
-from lightning_dist.integrations.torch.placement import RecoverablePlacement
+from lightning_dist.elastic.recovery.placement import RecoverablePlacement
+from lightning_dist.ranks.channel import Channel, PendingWork
 from tests.campaigns.in_process.drawing import BATCH, RANKS, SIZE, Strike
 
 PAUSE, LONG_PAUSE = 0.5, 3.0

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.harness.results import of_tests, parser_of, recording, say
 from benchmarks.versions import FEATURES, IMPORT, LOSSES
-from lightning_dist.versions import installed_version
+from lightning_dist.base.versions import installed_version
 from tests.campaigns.versions.environments import LIMIT, ROOT, environment, told
 from tests.processes import environment_of
 
@@ -78,7 +78,7 @@ WHOLE_JOBS = (
 """Features whose slow tests run too: they have few others."""
 _NAMES = """
 import json
-from lightning_dist.features import FEATURES
+from lightning_dist.base.features import FEATURES
 print("FOUND" + json.dumps([(each.title, each.package, each.missing) for each in FEATURES]))
 """
 

@@ -1,0 +1,1 @@
+"""What all rooms use: names of torch, features, devices, log, console, versions."""

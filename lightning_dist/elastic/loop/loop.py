@@ -1,0 +1,336 @@
+"""``ElasticLoop``: elastic restart for Accelerate, Fabric and plain DDP."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import Tensor
+
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.elastic.data.plan import BatchPolicy, MicroBatch
+from lightning_dist.elastic.journal import Summary
+from lightning_dist.elastic.loop.placement import LoopPlacement
+from lightning_dist.elastic.progress import ElasticState
+from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.settings import RecoveryMode, RunSettings, require_mirror
+
+
+class ElasticLoop:
+    """Saves checkpoints and resumes from the newest complete one, in a loop of your own.
+
+    The equivalent of :class:`~lightning_dist.ElasticRestart` for Accelerate, Fabric and plain DDP::
+
+        state = {"model": model, "optimizer": optimizer}
+        with ElasticLoop("ckpts/", loader=loader, state=state, every_n_train_steps=50) as loop:
+            for epoch in loop.epochs(3):
+                for x, y in loop.batches():
+                    loss = criterion(model(x), y)
+                    loop.scale_loss(loss).backward()  # or {accelerator,fabric}.backward(...)
+                    if loop.sync_gradients:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        loop.step_done()
+
+    Every rank creates one. Entering it is collective and loads the checkpoint; leave it only at the
+    end or by an exception. Gradients are exchanged in the last micro-batch of a step: no
+    ``no_sync`` is needed.
+
+    Args:
+        dirpath: folder of the checkpoints, one per run: a path or an fsspec URL that all ranks see.
+        loader: as for one process: not from ``accelerator.prepare``, nor ``setup_dataloaders``.
+        state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),
+            optimizers, schedulers, a GradScaler, anything with a ``state_dict``. Residuals of
+            compressed models go with them.
+        every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
+            only.
+        every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
+            ``every_n_train_steps`` is given.
+        max_to_keep: number of newest checkpoints to keep over all restarts.
+        batch_policy: what is kept when the number of ranks changes, as in ``ElasticRestart``.
+        gradient_accumulation_steps: micro-batches per optimizer step of the first start; leave
+            that of an ``Accelerator`` at 1.
+        device: device that batches are moved to. None: they are not moved.
+        seed: seed of the sample order; None: a random one, kept for the run.
+        signals: signals after which all ranks write a checkpoint and exit.
+        weights_only: as in ``ElasticRestart``.
+        preemption_check: called on a thread of local rank 0; returns whether the machine will be
+            preempted.
+        preemption_poll_interval: seconds between two such calls.
+        grace_period: seconds from a signal to the end of the process.
+        hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
+            Time between epochs counts; call :meth:`heartbeat` there if it takes longer. None:
+            never.
+        format: ``"single"``: one file, written by rank 0. ``"sharded"``: a folder to which every
+            rank writes an equal part; not with ``recovery="in_process"`` or local steps.
+        checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
+            written in the background.
+        recovery: if a rank is lost, ``"in_process"``: the others repeat the interrupted step
+            without it, in the same processes; needs ``lightning-dist launch``,
+            ``init_process_group(recovery="in_process")``, and one model in DDP on the CPU with
+            ``compress_ddp``. ``"restart"``: all ranks are restarted.
+        mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each rank
+            on the next one, which takes them over if the rank is lost. True: copied after every
+            step; a number: steps between two copies. A copy takes 4 bytes per compressed element,
+            in memory and on the link, and training waits for it.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str],
+        *,
+        loader: Any,
+        state: Mapping[str, Any],
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        max_to_keep: int = 2,
+        batch_policy: BatchPolicy = "fixed_global_batch",
+        gradient_accumulation_steps: int = 1,
+        device: Any = None,
+        seed: int | None = None,
+        weights_only: bool = True,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        preemption_check: Callable[[], bool] | None = None,
+        preemption_poll_interval: float = 5.0,
+        grace_period: float = 25.0,
+        hang_timeout: float | None = 600.0,
+        format: Literal["single", "sharded"] = "single",
+        checkpoint: CheckpointSettings | None = None,
+        recovery: RecoveryMode = "restart",
+        mirror_residuals: bool | int = False,
+    ) -> None:
+        mirror_every = require_mirror(mirror_residuals, recovery=recovery)
+        if gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"gradient_accumulation_steps must be positive; got {gradient_accumulation_steps}"
+            )
+        self._settings = RunSettings(
+            dirpath,
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+            max_to_keep=max_to_keep,
+            batch_policy=batch_policy,
+            seed=seed,
+            weights_only=weights_only,
+            preemption_check=preemption_check,
+            preemption_poll_interval=preemption_poll_interval,
+            grace_period=grace_period,
+            hang_timeout=hang_timeout,
+            saving=checkpoint or CheckpointSettings(snapshot="blocking"),
+            format=format,
+        )
+        if recovery == "in_process":
+            self._settings.require_recoverable()
+        self._loader, self._given = loader, state
+        self._move = None if device is None else _mover(device)
+        self._run = LoopPlacement(
+            Session(self._settings),
+            accumulate=gradient_accumulation_steps,
+            signals=signals,
+            recovery=recovery,
+            mirror_every=mirror_every,
+        )
+        self._in_epoch = False
+        self._this: MicroBatch | None = None
+        self._index = -1  # of this micro-batch in its epoch
+        self._is_weighted = self._has_stepped = False
+
+    def __enter__(self) -> ElasticLoop:
+        run = self._run
+        if run.is_open or run.is_complete:
+            raise ValueError("An ElasticLoop can be entered only once; create a new one")
+        try:
+            run.open(self._loader, self._given)
+        except BaseException as error:
+            run.close(error)
+            raise
+        return self
+
+    @property
+    def resumed(self) -> ElasticState | None:
+        """State of the checkpoint that this start resumes from; None for a fresh start."""
+        return self._run.session.resumed
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far, of all starts."""
+        return self._run.steps
+
+    @property
+    def micro_batch(self) -> MicroBatch | None:
+        """Samples that this rank computes, and their weight; None outside an epoch."""
+        return self._this
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the optimizer must step after this micro-batch."""
+        return self._this is not None and self._this.ends_step
+
+    @property
+    def summary(self) -> Summary:
+        """Cost of restarts of this run so far; on rank 0."""
+        return self._run.session.history.summary
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run, the same after restarts: ``id=`` of a wandb run, with
+        ``resume="allow"``."""
+        return self._run.session.history.run_id
+
+    def metrics(self) -> dict[str, float]:
+        """``elastic/*`` and ``checkpoint/*`` of the run so far, under the names of a Trainer's.
+
+        For ``accelerator.log``, ``fabric.log_dict`` or ``wandb.log``, as often as you log, and once
+        more after the ``with``. Empty on other ranks than 0, and before ``epochs()``. Unknown
+        values are left out: times of saves before the first, and ``elastic/lost_time_s`` until
+        training reaches the step before the restart.
+        """
+        costs = self._run.session.costs
+        return {**costs, **self._run.session.metrics.by_name()} if costs else {}
+
+    def heartbeat(self) -> None:
+        """Report progress outside of batches; see ``hang_timeout``."""
+        self._run.session.lifecycle.heartbeat()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Epochs left of the ``count`` of the training."""
+        if not self._run.is_open:
+            raise ValueError("epochs() must be called inside `with ElasticLoop(...) as loop:`")
+        if not self._run.begin(epochs=count):
+            return
+        for epoch in range(self._run.position.epoch, count):
+            self._begin_epoch(epoch)
+            yield epoch
+            self._end_epoch(epoch)
+        self._run.complete()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._run.data.cursor.set_epoch(epoch)
+        self._in_epoch = True
+        self._run.session.lifecycle.heartbeat()
+        if self._run.data.cursor.begin.samples == 0:
+            self._run.generators.restore()
+
+    def _end_epoch(self, epoch: int) -> None:
+        if self._in_epoch:
+            raise ValueError(
+                f"Epoch {epoch} has batches left, which the next one would skip; to end training "
+                "early, leave epochs() too, with break, return or an exception"
+            )
+        self._run.end_epoch(epoch)
+        self._run.settle()
+
+    def batches(self) -> Iterator[Any]:
+        """Batches left for this rank in the epoch.
+
+        Raises:
+            ValueError: the micro-batch before had no :meth:`scale_loss`, or its step no
+                :meth:`step_done`.
+        """
+        if not self._in_epoch:
+            raise ValueError("batches() must be called inside a loop over epochs(), once per epoch")
+        self._run.is_current = False
+        while not self._run.is_current:  # other members are dealt what is left of the epoch
+            yield from self._batches_of_members()
+        self._this, self._in_epoch = None, False
+
+    def _batches_of_members(self) -> Iterator[Any]:
+        """Until the end of the epoch, or until the members are others."""
+        run = self._run
+        run.is_current = True
+        plan = run.data.plan()
+        run.generators.restore()
+        if run.recovery is not None:
+            run.recovery.begin_step()
+        for index, batch in enumerate(run.batches, start=plan.first_micro_batch):
+            micro_batch = plan.micro_batch_at(index)
+            if run.recovery is not None and run.recovery.is_broken:
+                # Whatever else of this step is computed is computed for nothing.
+                run.take_again(has_computed=not micro_batch.begins_step)
+                return
+            self._this = micro_batch
+            self._is_weighted = self._has_stepped = False
+            self._index = index
+            with run.objects.exchanging(self._this.ends_step):
+                yield batch if self._move is None else self._move(batch)
+            self._require_step_done()
+            run.session.lifecycle.heartbeat()
+            if not run.is_current:
+                return
+
+    def _require_step_done(self) -> None:
+        if not self._is_weighted:
+            raise ValueError(
+                "The loss of a micro-batch was not scaled, so gradients would be wrong on another "
+                "number of ranks; use loop.scale_loss(loss).backward()"
+            )
+        if self.sync_gradients and not self._has_stepped:
+            raise ValueError(
+                "A step ended without loop.step_done(), so it would not be in a checkpoint; call "
+                "it after the optimizer's step(), where loop.sync_gradients"
+            )
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Loss for ``backward``: ``loss``, a mean over the batch, times its share of the step.
+
+        With it the gradient of a step is the mean over its samples, however many micro-batches and
+        ranks there are.
+        """
+        if self._this is None:
+            raise ValueError("scale_loss() must be called for the loss of a batch of batches()")
+        self._is_weighted = True
+        weight = self._this.weight / self._run.data.layouts[1].accumulate
+        return loss if weight == 1.0 else loss * weight
+
+    def step_done(self) -> None:
+        """End an optimizer step. Collective: saves if due, exits if a rank was asked to stop.
+
+        Raises:
+            ValueError: the optimizer should not have stepped after this micro-batch.
+            CheckpointError: an earlier save has failed, on all ranks.
+            SystemExit: a rank was asked to stop; code 74 where the last checkpoint was not written.
+        """
+        if not self.sync_gradients or self._has_stepped:
+            raise ValueError(
+                "step_done() must be called once, for the last micro-batch of a step; check "
+                "loop.sync_gradients before the optimizer steps"
+            )
+        self._has_stepped = True
+        recovery = self._run.recovery
+        if recovery is not None and recovery.is_given_up:
+            self._run.take_again()
+            return
+        self._run.step(self._run.data.plan().after(self._index + 1))
+        # A checkpoint after the last step waits for what the user does after the epoch.
+        self._run.settle()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None and not self._run.is_complete:
+                self._run.complete()  # the user has left the loop early
+        except BaseException as second:
+            error = second
+            raise
+        finally:
+            self._this = None
+            self._run.close(error)
+
+
+def _mover(device: Any) -> Callable[[Any], Any]:
+    # Imported where it is needed: Lightning is half of what a process imports that takes the place
+    # of a lost one.
+    from lightning.fabric.utilities import move_data_to_device
+
+    return partial(move_data_to_device, device=device)

@@ -1,0 +1,174 @@
+"""A compressed DDP model in the groups of another generation of workers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.base.private import rebuild_ddp
+from lightning_dist.elastic.recovery.groups import GenerationGroups
+from lightning_dist.ranks import host_name
+from lightning_dist.ranks.channel import Channel, WaitLimit
+from lightning_dist.ranks.facts import all_facts
+from lightning_dist.ranks.launch import Launch
+from lightning_dist.reducer.network import Network, in_levels
+from lightning_dist.reducer.plan.slices import as_real
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.sync.ddp import compile_kernels
+from lightning_dist.sync.grouping import topology_of
+from lightning_dist.sync.networks import groups_of
+from lightning_dist.sync.rules import sparse_tables
+
+_CPU = torch.device("cpu")
+
+
+def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None) -> Reducer:
+    """The reducer of ``model``, if a step of it can be taken again when a rank is lost.
+
+    Raises:
+        ValueError: it cannot; says what to change.
+    """
+    if reducer is None:
+        raise ValueError(
+            "recovery='in_process' needs the hook of compress_ddp, since DDP's own exchange raises "
+            "in the backward pass; call compress_ddp(model, codec) before ElasticLoop "
+            "(codec='none' compresses nothing)"
+        )
+    if model.device.type != "cpu":
+        raise ValueError(
+            "recovery='in_process' supports gloo on CPUs only, and the model is on "
+            f"{model.device}; use recovery='restart'"
+        )
+    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        raise ValueError(
+            "SyncBatchNorm exchanges in the forward pass, which fails if a rank is lost; use "
+            "BatchNorm, or recovery='restart'"
+        )
+    if tables := sparse_tables(model.module):
+        raise ValueError(
+            f"DDP itself averages the sparse gradient of {next(iter(tables))!r}, which fails if a "
+            "rank is lost; make it with sparse=False, or use recovery='restart'"
+        )
+    if model.static_graph or model.find_unused_parameters:
+        raise ValueError(
+            "recovery='in_process' needs a DistributedDataParallel without static_graph and "
+            "find_unused_parameters; leave them out, or use recovery='restart'"
+        )
+    settings = reducer.settings
+    if settings.ranks_per_node is not None or settings.rank_groups is not None:
+        raise ValueError(
+            "ranks_per_node and rank_groups name ranks, whose numbers change when one is lost; "
+            "leave them out with recovery='in_process': ranks of one host name are reduced first, "
+            "and LIGHTNING_DIST_HOSTNAME sets that name"
+        )
+    return reducer
+
+
+def compile_ahead(reducer: Reducer, *, flat: bool) -> None:
+    """Compile the kernels for the ranks that the launcher starts, while nobody waits for this one.
+
+    With other numbers of ranks they are not compiled, and have the same bytes.
+
+    Args:
+        flat: as of :func:`regroup`.
+    """
+    settings, launch = reducer.settings, Launch.from_env()
+    of_node = launch.local_world_size or launch.world_size
+    topology, tree = topology_of(
+        replace(settings, hierarchical=False) if flat else settings,
+        nodes=[str(rank // of_node) for rank in range(launch.world_size)],
+        rank=launch.rank,
+        needs_levels=False,
+    )
+    network, group = replace(reducer.network, topology=topology), reducer.network.data.group
+    if tree is not None:
+        leader = settings.hierarchical == "leader"
+        network = in_levels(network, tree, leader=leader, new_group=lambda ranks: group)
+    trained = [as_real(each) for each in reducer.names if each.requires_grad]
+    gradients = [(each.dtype, each.numel()) for each in trained]
+    compile_kernels(reducer, gradients, says=launch.rank == 0, ahead=network)
+
+
+def regroup(
+    model: DistributedDataParallel,
+    reducer: Reducer,
+    groups: GenerationGroups,
+    *,
+    data: dist.ProcessGroup,
+    control: dist.ProcessGroup,
+    begins: bool,
+    flat: bool = False,
+) -> None:
+    """Let ``model`` and ``reducer`` go on in the groups of another generation. Collective.
+
+    DDP's own reducer is made anew on all ranks, as for a new model: newcomers have none whose
+    buckets lie as those of the others.
+
+    Args:
+        groups: of the generation; those of nodes are made, where gradients are reduced in them.
+        begins: the training begins, so there must be the nodes that the settings need.
+        flat: leave out nodes.
+    """
+    settings, world = reducer.settings, dist.group.WORLD
+    assert world is not None
+    own = {"node": host_name(), "levels": reducer.network.intra is not None}
+    limit = WaitLimit(settings.exchange_timeout)
+    facts = all_facts(own, group=control, device=_CPU, limit=limit)
+    topology, tree = topology_of(
+        replace(settings, hierarchical=False) if flat else settings,
+        nodes=[fact["node"] for fact in facts],
+        rank=world.rank(),
+        needs_levels=begins,
+    )
+    flags = Channel(control, name="control", limit=limit)
+    network = Network(Channel(data, limit=limit), flags, topology, _CPU)
+    if tree is not None:
+        leader = settings.hierarchical == "leader"
+        with groups.growing():
+            made = groups_of(tree, leader=leader, make=groups.new)
+        network = in_levels(
+            network, tree, leader=leader, new_group=lambda ranks: made[tuple(ranks)]
+        )
+    reducer.rebind(network, averages=any(fact["levels"] for fact in facts))
+    model.forward_sync_buffers = False  # they are sent between steps, where that may fail
+    rebuild_ddp(model, world)
+
+
+def from_rank(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
+    """``state`` of ``rank`` of the default group; whatever ``torch.save`` takes. Collective.
+
+    Args:
+        to: ranks that need it, others get None; None: all.
+    """
+    file, own = io.BytesIO(), dist.get_rank()
+    if own == rank:
+        torch.save(state, file)
+    elif to is not None and own not in to:
+        return None
+    size = torch.tensor([file.tell()])
+    _send(size, rank=rank, to=to)
+    if own != rank:
+        file.seek(int(size) - 1)
+        file.write(b"\0")
+    _send(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), rank=rank, to=to)
+    if own == rank:
+        return state
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _send(tensor: Tensor, *, rank: int, to: Sequence[int] | None) -> None:
+    if to is None:
+        dist.broadcast(tensor, group_src=rank)
+    elif dist.get_rank() != rank:
+        dist.recv(tensor, group_src=rank)
+    else:
+        for each in to:
+            dist.send(tensor, group_dst=each)

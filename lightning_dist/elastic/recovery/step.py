@@ -1,0 +1,332 @@
+"""Recovery of a worker from the loss of another one, with a model in DDP.
+
+What a loop of the user's own and a Trainer do with it is in ``placement.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lightning_dist.elastic import rng
+from lightning_dist.elastic.private import order_buckets, send_buffers
+from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
+from lightning_dist.elastic.recovery.change import Pause
+from lightning_dist.elastic.recovery.frameworks import set_framework_rank
+from lightning_dist.elastic.recovery.generations import Generations
+from lightning_dist.elastic.recovery.member import StoreLostError
+from lightning_dist.elastic.recovery.mirror import ResidualMirror, require_flat
+from lightning_dist.elastic.recovery.protocol import Generation, Report
+from lightning_dist.elastic.recovery.regroup import (
+    compile_ahead,
+    from_rank,
+    regroup,
+    require_recoverable,
+)
+from lightning_dist.ranks.membership import Membership
+from lightning_dist.reducer.observer import untraced
+from lightning_dist.sync.ddp import describe_parameters, reducer_of
+from lightning_dist.sync.onebit_adam import OneBitAdam
+
+
+class StepRecovery:
+    """One worker of a training: it holds back steps that fail, and enters generations.
+
+    Args:
+        generations: of this worker.
+        model: whose gradients are compressed.
+        optimizers: of ``model``.
+        counters: by name, what else a step changes before it is known that it has failed.
+        steps: optimizer steps so far.
+        with_closures: optimizers are given closures, in which the caller sees that a step is given
+            up; otherwise a hook leaves optimizers nothing to do.
+        mirror_every: steps between two copies of residuals to the next rank; None: there are none.
+
+    Raises:
+        ValueError: something whose step cannot be taken again.
+    """
+
+    def __init__(
+        self,
+        generations: Generations,
+        model: DistributedDataParallel,
+        *,
+        optimizers: Sequence[Optimizer],
+        counters: Mapping[str, Any],
+        steps: Callable[[], int],
+        with_closures: bool = False,
+        mirror_every: int | None = None,
+    ) -> None:
+        if any(isinstance(each, OneBitAdam) for each in optimizers):
+            raise ValueError(
+                "OneBitAdam exchanges in its step, which cannot be repeated; use another "
+                "optimizer, or recovery='restart'"
+            )
+        self.generations, self._model, self._steps = generations, model, steps
+        self._optimizers, self._counted = list(optimizers), dict(counters)
+        self.reducer = require_recoverable(model, reducer_of(model.module))
+        """Of the model."""
+        # It skips optimizers, so that no hook of theirs comes before it changes its scale.
+        self._scales = self.reducer.has_grad_scaler
+        if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
+            raise ValueError(
+                "Repeating a step needs the scale that its GradScaler had at the start of the "
+                "step, and new ranks need it too; give the GradScaler to ElasticLoop in state=, or "
+                "train in bfloat16 without one"
+            )
+        self.reducer.leave_failures_to(self)
+        settings = self.reducer.settings
+        self._mirror: ResidualMirror | None = None
+        if mirror_every is not None:
+            if not self.reducer.keeps_state:
+                raise ValueError(
+                    f"mirror_residuals has nothing to copy: codec {settings.codec} leaves no "
+                    "residuals; leave it out"
+                )
+            require_flat(settings)
+            self._mirror = ResidualMirror(self.reducer, every=mirror_every)
+        if settings.compile_kernels is True and self.reducer.network.world_size == 1:
+            compile_ahead(self.reducer, flat=mirror_every is not None)
+        self._arrivals = 0
+        generations.progress = lambda: self._arrivals + self.reducer.arrivals
+        self._taken_over = ""  # the lost worker whose residuals this rank has
+        self.pause = Pause()
+        self._buffers_are_sent = model.forward_sync_buffers
+        generations.on_broken = self._break
+        model.forward_sync_buffers = False  # they are sent between steps, where that may fail
+        self._hook = None
+        if not with_closures:
+            self._hook = register_optimizer_step_pre_hook(untraced(self._before_step))
+        self._has_state = False
+        self._next: Generation | None = None  # made while the reducer's thread has waited
+        self._store_lost: StoreLostError | None = None
+        self.begin_step()
+
+    # What the reducer asks, on its thread.
+
+    def pauses(self) -> bool:
+        """Newcomers wait."""
+        return self.generations.waiting > 0
+
+    def failed(self, error: RuntimeError) -> None:
+        """The exchange of this generation has failed."""
+        self.generations.break_off(str(error))
+
+    def vote_result(self) -> bool | None:
+        """Decision of the next generation on the step whose payloads are complete."""
+        try:
+            self._next = self.generations.report(self._report(holds=True, failed=True))
+        except StoreLostError as error:
+            self._store_lost = error
+            return None
+        return self._next.finite if self.generations.name in self._next.commits else None
+
+    # Steps, on the thread of the training.
+
+    def begin_step(self) -> None:
+        """Remember what a step changes before it is committed."""
+        self._arrivals += 1
+        self._begun = self.reducer.step
+        self._put_generators_back = rng.hold()
+        self._buffers = [(each, each.clone()) for each in self._model.module.buffers()]
+        self._counters: dict[str, Any] | None = None
+        if self._scales:
+            self._remember_counters()
+
+    def _remember_counters(self) -> None:
+        self._counters = {
+            name: copy.deepcopy(each.state_dict()) for name, each in self._counted.items()
+        }
+        self._rates = [
+            [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
+            for each in self._optimizers
+        ]
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the mean of this step is here, on all ranks."""
+        return self.reducer.step > self._begun
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the exchange of this step has failed, and nothing of it is committed."""
+        return self.reducer.failure is not None and not self.is_committed
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        if not any(optimizer is each for each in self._optimizers):
+            return
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is not None:
+            raise ValueError(
+                "An optimizer that is given a closure computes gradients in its step, which "
+                "recovery='in_process' cannot repeat; call backward before step(), or use "
+                "recovery='restart'"
+            )
+        if not self.is_given_up:
+            return
+        if self._counters is None:
+            self._remember_counters()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Put everything as it was when the step began: its exchange has failed."""
+        for parameter in self._model.module.parameters():
+            parameter.grad = None
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        self._put_generators_back()
+        for name, state in (self._counters or {}).items():
+            self._counted[name].load_state_dict(state)
+        if self._counters is not None:
+            for optimizer, groups in zip(self._optimizers, self._rates, strict=True):
+                for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(settings)
+        self._counters = None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether this generation is known to be at its end, because a rank is lost."""
+        return (
+            self._next is not None
+            or self._store_lost is not None
+            or self.generations.is_broken
+            or self.reducer.failure is not None
+        )
+
+    @property
+    def must_change(self) -> bool:
+        """Whether this generation is at its end here."""
+        return self.is_broken or self.reducer.answer.pauses
+
+    def arrive(self) -> None:
+        """This rank waits for others now."""
+        self._arrivals += 1
+
+    def level(self) -> None:
+        """Do the collectives of DDP's next forward pass, which could fail there."""
+        self.arrive()
+        order_buckets(self._model)
+        if self._buffers_are_sent:
+            send_buffers(self._model)
+        if self._mirror is not None:
+            world = dist.group.WORLD
+            assert world is not None
+            self._mirror.refresh(world)
+
+    # Generations.
+
+    def begin(self) -> tuple[Generation, Membership]:
+        """Wait for the first generation with this worker, and enter it."""
+        return self._enter_one_from(self.generations.announce(self._fingerprint))
+
+    def change(self, *, is_closed: bool = False) -> tuple[Generation, Membership]:
+        """End this generation here, and enter the next one.
+
+        Args:
+            is_closed: newcomers cannot join here.
+        """
+        if self._store_lost is not None:
+            self.generations.end(str(self._store_lost), code=EXIT_RESTART)
+        self.pause.begin()
+        generation, self._next = self._next, None
+        if generation is None:
+            failed = self.generations.is_broken or self.reducer.failure is not None
+            generation = self.generations.after(self._report(failed=failed, is_closed=is_closed))
+        return self._enter_one_from(generation, is_closed=is_closed)
+
+    def _enter_one_from(
+        self, generation: Generation, *, is_closed: bool = False
+    ) -> tuple[Generation, Membership]:
+        while True:
+            try:
+                self._arrivals = -self.reducer.arrivals
+                members, data, control = self.generations.enter(
+                    generation, has_state=self._has_state, failure=self.reducer.failure
+                )
+                if self.pause.norm is None and self._has_state:
+                    self.pause.norm = self.reducer.residual_norm()
+                regroup(
+                    self._model,
+                    self.reducer,
+                    self.generations.groups,
+                    data=data,
+                    control=control,
+                    begins=generation.source is None,
+                    flat=self._mirror is not None,
+                )
+                set_framework_rank(rank=members.rank, world_size=members.world_size)
+                if self._mirror is not None and (taken := self._mirror.regroup(generation.members)):
+                    self._taken_over = taken
+                return generation, members
+            except RuntimeError as error:  # another worker is lost meanwhile
+                self.generations.lost(error)
+                generation = self.generations.after(self._report(failed=True, is_closed=is_closed))
+
+    def handed_over(self, generation: Generation, give: Callable[[], Any]) -> Any:
+        """Value of ``give`` on the source of a generation, None where it is known. Collective."""
+        if generation.source is None:  # all begin, from the weights of rank 0 as under DDP
+            module = self._model.module
+            module.load_state_dict(from_rank(module.state_dict(), rank=0))
+            return None
+        if not generation.heals:
+            return None
+        rank_of = generation.members.index
+        is_source = self.generations.name == generation.source
+        state = from_rank(
+            give() if is_source else None,
+            rank=rank_of(generation.source),
+            to=[*map(rank_of, generation.heals)],
+        )
+        return None if is_source else state
+
+    def has_state(self) -> None:
+        """This worker is where the training is."""
+        self._has_state = True
+        if not self.pause.reasons:  # all begin
+            self.pause = Pause(self.generations.now.members)
+            if self._mirror is not None:  # where the caller has made the first generation
+                self._mirror.regroup(self.generations.now.members)
+
+    @property
+    def facts(self) -> tuple[float | None, str, bool]:
+        """Facts of this rank for :meth:`.Pause.enter`."""
+        return self.pause.norm, self._taken_over, self.pause.is_redone
+
+    def _report(self, *, failed: bool, holds: bool = False, is_closed: bool = False) -> Report:
+        failure = self.reducer.failure
+        return Report(
+            self.generations.name,
+            generation=self.generations.now.number,
+            step=self._steps() if self._has_state else -1,
+            holds=holds,
+            finite=self.reducer.answer.finite,
+            failed=failed,
+            reason="" if failure is None else str(failure)[:300],
+            fingerprint=self._fingerprint,
+            is_closed=is_closed,
+        )
+
+    @property
+    def _fingerprint(self) -> str:
+        settings = self.reducer.settings.fingerprint()
+        facts = {**settings, "parameters": describe_parameters(self._model.module)}
+        return repr(sorted(facts.items(), key=str))
+
+    def _break(self) -> None:
+        self.pause.begin()
+        self.reducer.network.limit.give_up()
+
+    def close(self) -> None:
+        """The training is over; this worker beats until its process ends."""
+        if self._hook is not None:
+            self._hook.remove()

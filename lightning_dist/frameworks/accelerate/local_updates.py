@@ -1,0 +1,274 @@
+"""Local updates of a model that Accelerate has prepared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.base.private import before_compile, rebuild_ddp
+from lightning_dist.frameworks.accelerate.attach import (
+    is_wrapped_by,
+    kind_of,
+    print_outside,
+    wrap_method,
+)
+from lightning_dist.frameworks.accelerate.private import prepared_models, prepared_optimizers
+from lightning_dist.frameworks.accelerate.roll_call import RollCall
+from lightning_dist.settings import Resolved, resolve
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.options import OF_LOCAL, require_only
+from lightning_dist.sync.ddp import reducer_of
+from lightning_dist.sync.local.anchor import OuterOptimizer, OuterSchedule
+from lightning_dist.sync.local.checks import require_replicas
+from lightning_dist.sync.local.outer_steps import LocalUpdates
+from lightning_dist.sync.local.settings import LocalUpdateSettings, Replicas
+from lightning_dist.sync.local.state import WorkerStates
+from lightning_dist.sync.local.updates import attach, checked
+from lightning_dist.sync.networks import node_group
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def local_updates(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    outer_optimizer: OuterOptimizer | None = None,
+    outer_schedule: OuterSchedule | None = None,
+    replicas: Replicas = "rank",
+    **settings: Any,
+) -> LocalUpdates:
+    """:func:`lightning_dist.local_updates` of what ``accelerator.prepare`` returned. Collective.
+
+    The DistributedDataParallel around the model averages nothing from now on, with
+    ``replicas="node"`` nothing between nodes. ``save_state`` writes the anchor as the model's
+    weights, and the state of all workers as one registered object, which ``load_state`` restores::
+
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        updates = lightning_dist.accelerate.local_updates(accelerator, model, optimizer)
+        for batch in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    updates.step()
+        updates.finish()
+
+    Settings that are left out come from variables ``LIGHTNING_DIST_*`` and the files of
+    ``lightning-dist config``, as for :class:`CompressedDDPPlugin`; otherwise from the method.
+
+    Args:
+        model: prepared; one.
+        optimizer: prepared, or several.
+        outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        outer_schedule: as of the same.
+        replicas: a worker is a rank, or all ranks of a node.
+        **settings: the others of the same.
+
+    Raises:
+        ValueError: the model is not in DDP, or has compressed gradients already; or see
+            :func:`lightning_dist.local_updates`.
+    """
+    _require_local(accelerator, model)
+    if is_wrapped_by(accelerator, LocalUpdatesPlugin):
+        raise ValueError(
+            "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
+            "config` may have set with method=; leave the call out, or the plugin"
+        )
+    outer = outer_optimizer, outer_schedule
+    return _attach(accelerator, model, optimizer, outer, replicas, settings)
+
+
+def _attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Any,
+    outer: tuple[OuterOptimizer | None, OuterSchedule | None],
+    replicas: Replicas,
+    settings: dict[str, Any],
+) -> LocalUpdates:
+    given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    optimizers = [getattr(each, "optimizer", each) for each in given]
+    outer_optimizer, outer_schedule = outer
+    resolved, schedule, compression = _resolved(settings, outer_optimizer)
+    require_replicas(replicas, schedule)
+    print_outside(accelerator, resolved)
+    if replicas == "node":
+        assert isinstance(model, DistributedDataParallel)
+        rebuild_ddp(model, node_group(model.process_group, compression, device=model.device))
+    updates = attach(
+        model,
+        optimizers,
+        schedule,
+        compression,
+        outer_optimizer=outer_optimizer,
+        outer_schedule=outer_schedule,
+        silences=replicas == "rank",
+    )
+
+    network, roll_call = updates.reducer.network, None
+    if network.world_size > 1:
+        steps = partial(getattr, updates.reducer, "step")
+        roll_call = RollCall(network.data.group, steps=steps, each="a worker")
+        network.limit.waits_long = roll_call.waits
+
+    def save_anchor(models: Any, weights: list[Any], folder: str) -> None:
+        if roll_call is not None:
+            roll_call.meet("accelerator.save_state()")
+        for index, each in enumerate(prepared_models(accelerator)[: len(weights)]):
+            if updates.is_of(each):
+                weights[index] = updates.anchor_state_dict()
+
+    accelerator.register_save_state_pre_hook(save_anchor)
+    accelerator.register_for_checkpointing(
+        WorkerStates(updates, optimizers, scaler=accelerator.scaler)
+    )
+    return updates
+
+
+def _require_local(accelerator: Accelerator, model: nn.Module) -> None:
+    if accelerator.distributed_type == "FSDP":
+        raise ValueError(
+            "Local updates do not work with Accelerate's FSDP yet, which has no checkpoint of "
+            "several workers; call fully_shard over the ranks of a node and "
+            "lightning_dist.local_updates in a loop of plain PyTorch, or compress gradients "
+            "between nodes with CompressedFSDPPlugin"
+        )
+    if not isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "Local updates need a model that accelerator.prepare has wrapped in "
+            f"DistributedDataParallel, got {type(model).__name__} of an Accelerator with "
+            f"{kind_of(accelerator)}; launch several processes with --multi_gpu (distributed_type: "
+            "MULTI_GPU), and prepare the model first"
+        )
+    if reducer_of(model.module) is not None:
+        raise ValueError(
+            "The gradients of this model are compressed in every step by a CompressedDDPPlugin; "
+            "leave the plugin out"
+        )
+
+
+class LocalUpdatesPlugin:
+    """:func:`local_updates` of the model that Accelerate prepares, without a call in the loop.
+
+    Every step of the first prepared optimizer that is not inside an accumulation counts. One model,
+    with its optimizers. ``accelerator.get_state_dict`` and ``save_model`` give the anchor, and
+    ``accelerator.end_training`` ends with the mean of all workers.
+
+    Args:
+        outer_optimizer: as of :func:`lightning_dist.local_updates`.
+        outer_schedule: as of the same.
+        replicas: a worker is a rank, or all ranks of a node.
+        **settings: the others of the same, but ``groups``; those that are left out come from
+            variables and files, as for :class:`CompressedDDPPlugin`.
+
+    Raises:
+        ValueError: a setting that does not exist, is out of range or cannot take effect.
+    """
+
+    updates: LocalUpdates | None = None
+    """The outer steps; None before ``prepare``."""
+
+    def __init__(
+        self,
+        *,
+        outer_optimizer: OuterOptimizer | None = None,
+        outer_schedule: OuterSchedule | None = None,
+        replicas: Replicas = "rank",
+        **settings: Any,
+    ) -> None:
+        _, schedule, _ = _resolved(settings, outer_optimizer)
+        require_replicas(replicas, schedule)
+        if schedule.weigh_by == "samples":
+            raise ValueError(
+                "weigh_by='samples' needs to know the samples of every step; call "
+                "lightning_dist.accelerate.local_updates and updates.step(samples=) in the loop"
+            )
+        self._outer, self._settings = (outer_optimizer, outer_schedule), settings
+        self._replicas: Replicas = replicas
+        self._models: list[nn.Module] = []  # prepared
+
+    def attach(self, accelerator: Accelerator) -> LocalUpdatesPlugin:
+        """Train what ``accelerator`` prepares from now on in local steps.
+
+        Raises:
+            ValueError: a model is prepared already, or transformers' Trainer is there.
+        """
+        # It saves rank 0's weights and optimizer, and ends without end_training().
+        if "transformers.trainer" in sys.modules:
+            raise ValueError(
+                "transformers' Trainer, which this script imports, cannot take local steps: it "
+                "would save one worker only and not average them at the end; use "
+                "CompressedDDPMixin and leave method= out of `lightning-dist config`, or train in "
+                "a loop of Accelerate"
+            )
+        if prepared_models(accelerator):
+            raise ValueError(
+                "a LocalUpdatesPlugin must be attached before accelerator.prepare; attach it right "
+                "after Accelerator(...)"
+            )
+        self._accelerator = accelerator
+        wrap_method(accelerator, "prepare", self._prepare)
+        wrap_method(accelerator, "get_state_dict", self._state_dict)
+        wrap_method(accelerator, "end_training", self._end)
+        return self
+
+    def _prepare(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        optimizers = prepared_optimizers(self._accelerator)
+        found = prepared if isinstance(prepared, tuple) else (prepared,)
+        self._models += [before_compile(each) for each in found if isinstance(each, nn.Module)]
+        trained = [each for each in self._models if isinstance(each, DistributedDataParallel)]
+        if len(trained) > 1:
+            raise ValueError(
+                "a LocalUpdatesPlugin trains one model, got a second one; call "
+                "lightning_dist.accelerate.local_updates for each in the loop"
+            )
+        if self.updates is None and self._models and optimizers:
+            model = (trained or self._models)[0]
+            _require_local(self._accelerator, model)
+            self.updates = _attach(
+                self._accelerator, model, optimizers, self._outer, self._replicas, self._settings
+            )
+            optimizers[0].step = self._counted(optimizers[0].step)
+        return prepared
+
+    def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(step)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found = step(*args, **kwargs)
+            if self._accelerator.sync_gradients and self.updates is not None:
+                self.updates.step()
+            return found
+
+        return counted
+
+    def _state_dict(self, stock: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.updates is not None and self.updates.is_of(model):
+            return self.updates.anchor_state_dict()
+        return stock(model, *args, **kwargs)
+
+    def _end(self, stock: Callable[[], None]) -> None:
+        if self.updates is not None:
+            self.updates.finish()
+            self.updates.close()
+        stock()
+
+
+def _resolved(
+    given: dict[str, Any], outer_optimizer: OuterOptimizer | None
+) -> tuple[Resolved, LocalUpdateSettings, Settings]:
+    """Settings of the code and from outside of it, checked."""
+    resolved = resolve({name: value for name, value in given.items() if name in OF_LOCAL})
+    with resolved.named_in_errors():
+        options = require_only(resolved.options, OF_LOCAL, under="with local updates")
+        found = {name: value for name, value in options.items() if value is not None}
+        return resolved, *checked(outer_optimizer=outer_optimizer, **{**given, **found})

@@ -1,0 +1,277 @@
+"""``AsyncCheckpoint``: Lightning's ModelCheckpoint, asynchronous and crash-safe."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.frameworks.lightning import rank_zero
+from lightning_dist.frameworks.lightning.checkpoint.file_names import (
+    CheckpointNames,
+    callbacks_of,
+)
+from lightning_dist.frameworks.lightning.checkpoint.find_last import (
+    LastCheckpoint,
+    list_in,
+)
+from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
+from lightning_dist.frameworks.lightning.checkpoint.resume import resume_io
+from lightning_dist.frameworks.lightning.checkpoint.session import CheckpointSession
+from lightning_dist.frameworks.lightning.checkpoint.supported import (
+    require_effective,
+    require_supported,
+    weights_may_change,
+)
+from lightning_dist.sync.arguments import (
+    refuse_pytorch_lightning,
+    refuse_unknown,
+    shows_arguments_of,
+)
+
+_PATIENCE = 120.0
+"""Seconds that a failed training waits for its checkpoints."""
+
+
+class AsyncCheckpoint(CheckpointNames):
+    """``ModelCheckpoint`` that writes in the background and never removes a checkpoint too early.
+
+    It takes the arguments of ``ModelCheckpoint``, keeps the same files, names and state, and can
+    replace it anywhere. Differences: a file appears when it is complete and durable; the file that
+    it replaces is removed and loggers are called after that; ``save_last=True`` links the file of
+    the same step instead of writing it again; ``ckpt_path="last"`` finds the newest complete
+    checkpoint of the folder, verified, whatever its name.
+
+    Args:
+        *args: as of ``ModelCheckpoint``.
+        snapshot: ``"overlap"`` (also ``"auto"``): parameters and optimizer state are copied during
+            the next forward and backward pass, all else at once. ``"blocking"``: everything is
+            copied at once. ``"sync"``: training waits for the disk too.
+        max_in_flight: saves that may be under way; each has a copy of the state in host memory.
+        on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
+        writer: ``"process"``, which finishes its work when the trainer is killed; ``"thread"``;
+            ``"auto"``: process, unless the files are in memory of this process.
+        format: ``"single"``: one file for ``torch.load`` and plain Lightning, written by rank 0.
+            ``"sharded"``: a folder that any number of ranks loads; every rank writes an equal part
+            of parameters and optimizer state, its own residuals, and with local steps its worker.
+        verify: ``"resume"``: verify the checkpoint to resume from. ``"always"``: also every
+            checkpoint written, before the one that it replaces is removed. ``"never"``.
+        on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
+            ``"warn"`` and keep the earlier ones.
+        host_memory_limit: bytes that copies may take on a rank. None: no limit.
+        lock: lock the folder, so that no other trainer writes to it. ``False``: for file systems
+            without locks; make sure that there is one trainer.
+        **kwargs: as of ``ModelCheckpoint``.
+
+    Raises:
+        ValueError: a setting that is out of range or cannot take effect.
+    """
+
+    @shows_arguments_of(ModelCheckpoint)
+    def __init__(
+        self,
+        *args: Any,
+        snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto",
+        max_in_flight: int = 1,
+        on_busy: Literal["wait", "skip"] = "wait",
+        writer: Literal["auto", "process", "thread"] = "auto",
+        format: Literal["single", "sharded"] = "single",
+        verify: Literal["resume", "always", "never"] = "resume",
+        on_error: Literal["raise", "warn"] = "raise",
+        host_memory_limit: int | None = None,
+        lock: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        refuse_unknown(kwargs, of=type(self))
+        super().__init__(*args, **kwargs)
+        if format not in ("single", "sharded"):
+            raise ValueError(f"format must be one of 'single', 'sharded'; got {format!r}")
+        self.settings = CheckpointSettings(
+            snapshot, max_in_flight, on_busy, writer, verify, on_error, host_memory_limit, lock
+        )
+        self.format = format
+        self._metrics = Metrics()
+        self._last_committed: Committed | None = None
+        self._last = LastCheckpoint(check=verify != "never", lock=lock)
+        self._patience = _PATIENCE
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return super().state_key.replace(type(self).__qualname__, "ModelCheckpoint", 1)
+
+    @property
+    def last_committed(self) -> Committed | None:
+        """The newest checkpoint of this run that is durable; on a rank that writes."""
+        return self._last_committed if self._session is None else self._session.saves.last_committed
+
+    @property
+    def metrics(self) -> Metrics:
+        """Cost of checkpoints on this rank."""
+        return self._metrics if self._session is None else self._session.saves.metrics
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all saves so far are durable, or have failed.
+
+        Raises:
+            TimeoutError: after ``timeout`` seconds.
+        """
+        if self._session is not None:
+            self._session.wait(timeout)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        refuse_pytorch_lightning(trainer=trainer)
+        require_supported(trainer.strategy, sharded=self.format == "sharded")
+        require_effective(self.settings, trainer)
+        self._require_alike(trainer)
+        super().setup(trainer, pl_module, stage)
+        self._last.agree(trainer)
+        io = resume_io(trainer, verify=self.settings.verify)
+        if self._last not in io.searches:
+            io.searches.append(self._last)
+        if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            session = CheckpointSession(
+                self.settings, callback=self, trainer=trainer, sharded=self.format == "sharded"
+            )
+            if not getattr(trainer.strategy, "joins", False):
+                session.open(checkpoint_folder(self, trainer))
+            self._session = session
+            self._last.release()  # the session keeps the folder
+
+    def move(self, leader: int) -> None:
+        """Go on with the present ranks, of which ``leader`` writes."""
+        if self._session is not None:
+            self._session.move(leader)
+
+    def _require_alike(self, trainer: pl.Trainer) -> None:
+        ours = [c for c in callbacks_of(trainer) if isinstance(c, AsyncCheckpoint)]
+        if len(verify := {self.settings.verify, *(c.settings.verify for c in ours)}) > 1:
+            raise ValueError(
+                "A trainer loads one checkpoint for all of its callbacks, so each AsyncCheckpoint "
+                f"needs the same verify=; got {', '.join(map(repr, sorted(verify)))}"
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._session is not None:
+            self._session.watch_optimizers()
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.deliver()
+        super().on_train_batch_end(trainer, *args, **kwargs)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._session is not None:
+            super().on_train_end(trainer, pl_module)
+            self._session.flush_removals()
+            self._session.drain()
+            self._session.agree_on_failures()
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        deadline = time.monotonic() + self._patience
+        try:
+            if not self._should_save_on_exception(trainer):
+                return
+            if trainer.world_size > 1 and not isinstance(exception, SIGTERMException):
+                # Saving takes all ranks, and others may be waiting in a collective of the step.
+                rank_zero.warn(
+                    f"With {trainer.world_size} ranks save_on_exception saves on SIGTERM only, not "
+                    f"after a {type(exception).__name__}, which one rank alone may have raised"
+                )
+            elif self._is_idle_by(deadline, trainer):
+                super().on_exception(trainer, pl_module, exception)
+        finally:
+            self._last.forget()
+            self._close(max(deadline - time.monotonic(), 1.0))
+
+    def _is_idle_by(self, deadline: float, trainer: pl.Trainer) -> bool:
+        """Whether a save could be taken without waiting for another one; on all ranks."""
+        idle = True
+        try:
+            self.wait(max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            idle = False
+        return bool(trainer.strategy.reduce_boolean_decision(idle, all=True))
+
+    @override
+    def _should_save_on_exception(self, trainer: pl.Trainer) -> bool:
+        return self._session is not None and super()._should_save_on_exception(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._last.forget()
+        self._close()
+
+    def _close(self, timeout: float | None = None) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.flush_removals()
+            try:
+                session.close(timeout)
+            finally:
+                self._metrics = session.saves.metrics
+                self._last_committed = session.saves.last_committed
+
+    @override
+    def _save_topk_checkpoint(
+        self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        if self._session is None:  # outside of a fit
+            return super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if not self._session.may_begin():
+            self._skipped_step = trainer.global_step
+            return
+        if self.save_last is True:
+            self._next_last = self._last_path(trainer, monitor_candidates)
+        try:
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+        finally:
+            self._next_last = None
+
+    @override
+    def _update_best_and_save(
+        self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        before = dict(self.best_k_models)
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+        if self._session is not None:
+            saved = self._last_checkpoint_saved
+            self._session.displaced.note(saved, before=before, after=self.best_k_models)
+
+    @override
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        if self._session is None:  # outside of a fit
+            return super()._save_checkpoint(trainer, filepath)
+        self._claim(trainer, filepath)
+        at_once = weights_may_change(trainer)
+        self._session.save(filepath, weights_only=self.save_weights_only, at_once=at_once)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+
+    @override
+    def _find_last_checkpoints(self, trainer: pl.Trainer) -> set[str]:
+        folder, usual = checkpoint_folder(self, trainer), super()._find_last_checkpoints
+        found = self._last.find(
+            trainer,
+            folder,
+            lambda: list_in(folder, usual(trainer)),
+            suffix=self.FILE_EXTENSION,
+        )
+        return set() if found is None else {found}

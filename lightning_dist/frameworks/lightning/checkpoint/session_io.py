@@ -1,0 +1,60 @@
+"""Checkpoints of a strategy, given to a checkpointer.
+
+All that strategies import of checkpoints is here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from lightning_dist.checkpoint.checkpointer import Checkpointer
+    from lightning_dist.checkpoint.snapshot.plan import Striped
+    from lightning_dist.reducer.reducer import Reducer
+    from lightning_dist.sync.fsdp.attach import ShardedExchange
+
+
+class CheckpointerIO(TorchCheckpointIO):
+    """Stands in for a strategy's CheckpointIO while it saves.
+
+    Args:
+        checkpointer: None on ranks that do not write.
+        step: optimizer steps so far.
+        sharded: see :meth:`.Checkpointer.save`. Then a strategy may add tensors of which each rank
+            has a part to ``striped``, and leave them where they are.
+        resumable: whether a training can go on from it.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer | None, *, step: int, sharded: bool, resumable: bool
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._step, self.sharded, self._resumable = step, sharded, resumable
+        self.striped: list[Striped] = []
+
+    def striped_state_of(self, owner: Reducer | ShardedExchange) -> dict[str, Any]:
+        """State for a sharded save: each rank keeps its own rows of it."""
+        from lightning_dist.checkpoint.snapshot.plan import Striped
+
+        state, stripes = owner.striped_state_dict()
+        self.striped += [Striped(each.whole, each.own) for each in stripes]
+        return state
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        assert self._checkpointer is not None
+        target = os.fspath(path)
+        self._checkpointer.save(
+            checkpoint,
+            target,
+            step=self._step,
+            sharded=self.sharded,
+            striped=self.striped,
+            resumable=self._resumable,
+        )

@@ -1,0 +1,193 @@
+"""The train dataloader of a fit, dealt to however many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_dist.elastic.data.plan import EpochPlan, Layout, Position
+from lightning_dist.elastic.data.sharding import (
+    Deal,
+    LoaderFacts,
+    NotExactError,
+    Remembered,
+    StatefulLoader,
+)
+from lightning_dist.frameworks.lightning import rank_zero
+from lightning_dist.frameworks.lightning.elastic import private
+
+
+class TrainerDeal(Deal):
+    """Sharding of the samples of one fit.
+
+    Args:
+        trainer: whose settings in micro-batches (accumulation, limits, validation interval) are
+            translated where a step takes another number of micro-batches than the script says.
+        exact: raise for a loader whose position cannot be kept; otherwise warn.
+        on_first: called before the first batch is drawn in this process.
+        **deal: as of :class:`.Deal`.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, *, exact: bool, on_first: Callable[[], None], **deal: Any
+    ) -> None:
+        super().__init__(
+            accumulate=trainer.accumulate_grad_batches,
+            **deal,
+        )
+        self._trainer = trainer
+        self._exact = exact
+        self._on_first = on_first
+        self._limit: Any = trainer.limit_train_batches
+        self._interval: Any = trainer.val_check_interval
+        self.is_known = False
+        """Whether the loader has been made."""
+        self.remembered: Remembered | None = None
+        """The loader, if it keeps its position itself."""
+        self.own_state: Any = None
+        """The position that such a loader was given; None if it begins at its begin."""
+
+    def take(self, loader: Any) -> Any:
+        """This rank's share of the user's ``loader``, or the loader as it is. On all ranks."""
+        self.is_known = True
+        in_process = getattr(loader, "num_workers", 0) == 0
+        on_first = self._on_first if in_process else lambda: None
+        try:
+            return self.deal(loader, limit=self._limited, accept=self._translate, on_first=on_first)
+        except NotExactError as reason:
+            return self._leave(loader, reason)
+
+    def _leave(self, loader: Any, reason: NotExactError) -> Any:
+        """Take a loader as it is."""
+        if self.policy not in ("fixed_global_batch", "fixed_micro_batch"):
+            raise ValueError(
+                f"batch_policy={self.policy!r} cannot take effect: {reason}; or set "
+                "batch_policy='fixed_micro_batch'"
+            )
+        if isinstance(loader, StatefulLoader):
+            self.remembered = Remembered(loader, back=self._accumulate + 2)
+            self.own_state = self._find_own_state()
+            if self.own_state is not None:
+                loader.load_state_dict(self.own_state)
+            return self.remembered
+        if self._exact:
+            raise ValueError(
+                f"{reason}; or set strict_data=False: then a restart repeats the epoch from its "
+                "start"
+            )
+        rank_zero.warn(
+            f"Not exact: {reason}. A restart resumes at the start of its epoch, whose samples are "
+            "seen again, in an order that depends on the number of ranks"
+        )
+        return loader
+
+    @property
+    def goes_on_by_itself(self) -> bool:
+        """Whether the loader was given its own position."""
+        return self.own_state is not None
+
+    def _find_own_state(self) -> Any:
+        """Of this rank's loader, if there were as many."""
+        states = [] if self.resumed is None else self.resumed.loaders
+        before, now = len(states), self.world_size
+        if before == now:
+            return states[self.rank]
+        if before and self._exact:
+            raise ValueError(
+                "This loader keeps its position itself, on each data-parallel rank, and that of "
+                f"{before} ranks does not serve {now}; start {before}, use a map-style dataset, or "
+                "set strict_data=False: then the epoch is repeated from its start"
+            )
+        return None
+
+    def _limited(self, first: Layout, facts: LoaderFacts) -> int | None:
+        """Micro-batches of an epoch that the script wants, in the layout of the first start."""
+        if isinstance(self._limit, int):
+            return self._limit
+        if self._limit == 1.0:
+            return None
+        whole = EpochPlan(first, 0, Position(), facts.size, facts.drop_last)
+        return int(len(whole) * self._limit)
+
+    @property
+    def _whole(self) -> int:
+        """Passes of an epoch in the layout of the first start."""
+        assert self.first is not None
+        assert self.facts is not None
+        size, drop_last = self._epoch_size, self.facts.drop_last
+        return len(EpochPlan(self.first, 0, Position(), size, drop_last))
+
+    def _translate(self, first: Layout, now: Layout) -> None:
+        trainer: Any = self._trainer
+        automatic = trainer.lightning_module.automatic_optimization
+        if now.accumulate != self._accumulate and not automatic:
+            raise ValueError(
+                f"batch_policy='fixed_global_batch' takes {now.accumulate} micro-batches per step "
+                f"on {now.world_size} ranks, and with automatic_optimization=False the module "
+                f"decides that; start {first.world_size} ranks, or use batch_policy='scale_lr'"
+            )
+        trainer.accumulate_grad_batches = now.accumulate
+        trainer.limit_train_batches = 1.0  # the plan ends the epoch
+        if isinstance(self._interval, int):
+            trainer.val_check_interval = _translated(
+                self._interval, first=first, now=now, what="val_check_interval"
+            )
+
+    @override
+    def deal_again(self, position: Position, *, rank: int, world_size: int) -> None:
+        self.cursor.set_epoch(position.epoch)
+        super().deal_again(position, rank=rank, world_size=world_size)
+        assert self.first is not None
+        assert self.layout is not None
+        self._translate(self.first, self.layout)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Tell the trainer how long the present epoch is; a resumed one had another length."""
+        trainer: Any = self._trainer
+        loop, interval = trainer.fit_loop, trainer.val_check_interval
+        loader = private.combined_train_loader(trainer)
+        if not self.is_dealt or loader is None:
+            return
+        passes = len(self.plan())
+        if loop.max_batches == passes:
+            return
+        if isinstance(interval, float):
+            trainer.val_check_batch = max(1, int(passes * interval))
+        elif isinstance(interval, int):
+            # The last step of an epoch may be smaller: its end need not be a multiple of this.
+            trainer.val_check_batch = passes if self._interval == self._whole else interval
+        loader.limits = [passes]
+        loop.max_batches = passes
+
+    @override
+    def close(self) -> None:
+        """No more batches are wanted; give the trainer back what its user has set.
+
+        Where validation fails, Lightning leaves the workers of training to the garbage collector,
+        which closes their queues before they are asked to end, and then waits 5 s for each.
+        """
+        trainer: Any = self._trainer
+        super().close()  # before the loop forgets iterators that are not torch's own
+        trainer.fit_loop.teardown()
+        if self.remembered is not None:
+            self.remembered.close()
+        trainer.accumulate_grad_batches = self._accumulate
+        trainer.limit_train_batches = self._limit
+        trainer.val_check_interval = self._interval
+
+
+def _translated(passes: int, *, first: Layout, now: Layout, what: str) -> int:
+    steps, rest = divmod(passes, first.accumulate)
+    if now.accumulate == first.accumulate:
+        return passes
+    if rest:
+        raise ValueError(
+            f"{what}={passes} micro-batches are no whole number of steps of {first.accumulate}, "
+            f"and {now.world_size} ranks take {now.accumulate}; make it a multiple of "
+            f"{first.accumulate}"
+        )
+    return steps * now.accumulate

@@ -1,0 +1,290 @@
+"""A session of a fit: where Lightning's loops are, and how its checkpoints are written."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from lightning_dist.checkpoint.disk.jobs import Committed
+from lightning_dist.elastic.data.plan import MicroBatch, Position
+from lightning_dist.elastic.progress import KEY, Generators
+from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.frameworks.lightning import rank_zero
+from lightning_dist.frameworks.lightning.checkpoint.supported import weights_may_change
+from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import TrainerSaves
+from lightning_dist.frameworks.lightning.elastic import private
+from lightning_dist.frameworks.lightning.elastic.connectors import (
+    Preempted,
+    requeue,
+)
+from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
+from lightning_dist.frameworks.lightning.elastic.loops import (
+    place_at_epoch_begin,
+    place_within_epoch,
+)
+from lightning_dist.ranks.membership import Membership
+from lightning_dist.sync.mesh import ReplicatedMesh
+
+
+class TrainerPlacement(Placement):
+    """Operations of a fit for its session, and its position in the data.
+
+    Args:
+        trainer: of the fit.
+        session: from the set-up of the fit to its end.
+    """
+
+    data: TrainerDeal
+    stopped = Preempted
+
+    def __init__(self, trainer: pl.Trainer, session: Session) -> None:
+        self._trainer, self._session = trainer, session
+        self.session = session
+        self._epoch: int | None = None
+        self._before_iteration: int | None = None  # batches of this epoch, of other iterations
+        self._before_epoch = self._in_epoch = 0  # samples
+        self._validated_step = -1
+        self._rng_of_step: dict[str, Any] | None = None
+        self.validates_first = False
+        """Whether the loop begins with a validation that a fault has cut short."""
+        self.micro_batch: MicroBatch | None = None
+        """Micro-batch that this rank computes; None where samples are not counted."""
+
+    @property
+    @override
+    def steps(self) -> int:
+        return self._trainer.global_step
+
+    @property
+    @override
+    def epoch(self) -> int:
+        return self._trainer.current_epoch
+
+    @override
+    def info(self, text: str) -> None:
+        rank_zero.info(text)
+
+    @override
+    def warn(self, text: str) -> None:
+        rank_zero.warn(text)
+
+    @override
+    def stopping(self, reasons: list[str]) -> None:
+        if self._trainer.is_global_zero:
+            requeue(private.cluster_environment(self._trainer), reasons)
+
+    @cached_property
+    def saves(self) -> TrainerSaves:
+        """Saves of this fit, from the opening of the session on."""
+        sharded = self._session.settings.sharded
+        return TrainerSaves(self._trainer, self._session.retention.saves, sharded=sharded)
+
+    @override
+    def write(self, path: str) -> None:
+        folder, at_once = self._session.settings.folder, weights_may_change(self._trainer)
+        self.saves.save(path, folder=folder, at_once=at_once)
+
+    @override
+    def committed(self, event: Committed) -> None:
+        self.saves.committed(event)
+
+    def log_costs(self) -> None:
+        """Give the loggers the cost of restarts; on rank 0."""
+        if self._session.costs:
+            self.saves.log(self._session.costs)
+
+    @property
+    def members(self) -> Membership:
+        """All ranks."""
+        return self._session.members
+
+    @property
+    def data_ranks(self) -> tuple[int, int]:
+        """Number of this rank among those that take samples of their own, and how many they are.
+
+        The ranks of a tensor-parallel group have one number.
+        """
+        strategy = self._trainer.strategy
+        if isinstance(strategy, ReplicatedMesh):
+            samplers = strategy.distributed_sampler_kwargs
+            return samplers["rank"], samplers["num_replicas"]
+        return self.members.rank, self.members.world_size
+
+    def take_up(self, data: TrainerDeal) -> None:
+        """Know where to go on: the session has been loaded."""
+        state = self._session.resumed
+        self.data = data
+        self.generators = Generators(
+            state,
+            rank=self.members.rank,
+            world_size=self.members.world_size,
+            data_ranks=self.data_ranks,
+            device=self._trainer.strategy.root_device,
+        )
+        if state is not None:
+            self._before_epoch = state.total_samples - state.position.samples
+            self._validated_step = state.total_steps if state.validated else -1
+
+    @property
+    def _loop(self) -> Any:
+        return self._trainer.fit_loop
+
+    @property
+    def _processed(self) -> int:
+        """Batches of this epoch that are computed; asked when needed: hooks have any order."""
+        return int(self._loop.epoch_loop.batch_progress.current.processed)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch was taken in this process."""
+        return self._epoch is not None
+
+    def begin_epoch(self) -> None:
+        """A new epoch; the loader is about to be iterated."""
+        self._before_epoch += self._in_epoch
+        self._in_epoch = 0
+        self._before_iteration = None
+        self.data.cursor.set_epoch(self._trainer.current_epoch)
+        self.data.refresh()
+        self.generators.restore()
+
+    def begin_micro_batch(self, index: int) -> None:
+        """Batch ``index`` of the epoch is there."""
+        self.generators.restore()
+        self._epoch = self._trainer.current_epoch
+        if self._before_iteration is None:
+            self._before_iteration = self._processed
+        self.micro_batch = self.data.plan().micro_batch_at(index) if self.data.is_dealt else None
+
+    def end_micro_batch(self) -> None:
+        """The optimizer has stepped, or gradients are accumulated."""
+        if self.data.is_dealt:
+            self._in_epoch = self.data.plan().after(self._processed).samples
+        # A validation that is cut short begins anew, so it has to draw the same again.
+        due = private.is_validation_due(self._trainer)
+        self._rng_of_step = self.generators.capture() if due else None
+
+    def end_validation(self) -> None:
+        """Work due at this step is over."""
+        self._validated_step = self._trainer.global_step
+        self._rng_of_step = None
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+
+    @property
+    def _is_validated(self) -> bool:
+        return self.position.samples == 0 or self._validated_step == self._trainer.global_step
+
+    @property
+    @override
+    def position(self) -> Position:
+        ended = self._loop.epoch_progress.current.processed
+        if not self.data.is_dealt:
+            return Position(ended)
+        if self._epoch is None:
+            return self.data.cursor.begin
+        if self._has_ended:
+            return Position(ended)
+        return self.data.plan().after(self._processed)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the epoch of the last batch is over; one that max_steps has cut short is not."""
+        if self._epoch is None or self._loop.epoch_progress.current.processed <= self._epoch:
+            return False
+        return bool(self._loop.epoch_loop.batch_progress.is_last_batch)
+
+    @property
+    @override
+    def total_samples(self) -> int:
+        if not self.data.is_dealt:
+            return 0
+        return self._before_epoch + (self._in_epoch if self._has_ended else self.position.samples)
+
+    def place_loops(self) -> None:
+        """Let Lightning's loops, just restored, count as this number of ranks does."""
+        state, data = self._session.resumed, self.data
+        if state is None:
+            return
+        if state.stopped:
+            self._trainer.should_stop = True
+            rank_zero.info(
+                f"elastic: training was asked to stop at step {state.total_steps} or before; "
+                "it ends once min_epochs and min_steps are reached"
+            )
+        private.forget_loader_states(self._trainer)
+        self._loop.setup_data()
+        if data.goes_on_by_itself:
+            return  # within an epoch, as Lightning counts it
+        position, steps = state.position, state.total_steps
+        before = position.epoch * len(data.plan()) if data.is_dealt else 0
+        if not data.is_dealt or position.samples == 0:
+            place_at_epoch_begin(self._trainer, position.epoch, steps=steps, passes=before)
+            return
+        passes = data.plan().micro_batches_after(position.steps)
+        self.validates_first = place_within_epoch(
+            self._trainer,
+            position,
+            steps=steps,
+            passes=passes,
+            total_passes=before + passes,
+            validated=state.validated,
+        )
+
+    def _loader_state(self) -> Any:
+        """Of a loader that keeps its position itself; None between epochs."""
+        loader = self.data.remembered
+        if loader is None or self._has_ended:
+            return None
+        if self._before_iteration is None:
+            return self.data.own_state
+        done = self._processed
+        accumulate = self._trainer.accumulate_grad_batches
+        beyond = done % accumulate if private.is_accumulating(self._trainer) else 0
+        return loader.state_after(done - beyond - self._before_iteration)
+
+    def restore_metrics(self) -> None:
+        """Metrics logged before the checkpoint: schedulers and callbacks may need them."""
+        saved = [] if self._session.resumed is None else self._session.resumed.metrics
+        if saved:
+            own = saved[self._trainer.global_rank % len(saved)]
+            metrics = {name: torch.tensor(value) for name, value in own.items()}
+            self._trainer.callback_metrics.update(metrics)
+
+    def add_to(self, checkpoint: dict[str, Any]) -> None:
+        """Put all of this into a checkpoint. Collective.
+
+        Nothing where the train dataloader has not been made yet: no position is known then.
+        """
+        if not self.data.is_known:
+            return
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        checkpoint[KEY] = self._session.describe(
+            rng=self._rng_of_step or self.generators.capture(),
+            loader=self._loader_state(),
+            metrics=self._logged_metrics,
+            **self._facts,
+        )
+
+    @property
+    def _facts(self) -> dict[str, bool]:
+        """Facts of the state that a loop of the user's own does not have."""
+        return {"validated": self._is_validated, "stopped": self._trainer.should_stop}
+
+    @property
+    def _logged_metrics(self) -> dict[str, float]:
+        logged = self._trainer.callback_metrics
+        return {name: float(each) for name, each in logged.items() if each.numel() == 1}
+
+    def complete(self) -> None:
+        """The training has ended as it should. Collective."""
+        self._session.complete(saves=self.has_begun)
+
+    def end(self) -> None:
+        """The end of this process's part in the fit."""
+        self.data.close()

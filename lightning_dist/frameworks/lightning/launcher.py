@@ -1,0 +1,170 @@
+"""Process group, devices and nodes as the launcher has them, whatever the script says.
+
+A job that goes on with fewer or more ranks runs the same script, in which ``devices`` and
+``num_nodes`` are those of the first start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
+
+from lightning_dist.elastic.launcher.rendezvous import attempt_store
+from lightning_dist.frameworks.lightning import rank_zero
+from lightning_dist.frameworks.lightning.private import group_timeout, init_process_group_over
+from lightning_dist.ranks.launch import Launch
+
+
+class ElasticEnvironment(TorchElasticEnvironment):
+    """torchrun's variables, for a job whose number of ranks may change between starts.
+
+    For strategies other than ours: ``Trainer(strategy="ddp", plugins=[ElasticEnvironment()])``. The
+    script's ``devices`` must be enough for the ranks of a node. ``compressed_ddp`` needs no plugin.
+    """
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Warn where Lightning refuses: ``num_devices * num_nodes`` is not the world size."""
+        if num_devices * num_nodes != self.world_size():
+            rank_zero.warn(
+                f"The launcher started {self.world_size()} ranks, and devices * num_nodes is "
+                f"{num_devices} * {num_nodes}. Lightning's own distributed sampler shards the data "
+                "by the latter, so samples are skipped or repeated: use a sampler of your "
+                'own, or strategy="compressed_ddp", which follows the launcher.'
+            )
+
+
+class FollowedEnvironment(ElasticEnvironment):
+    """The environment of a strategy that follows the launcher: nothing is left to check."""
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Nodes may have different numbers of ranks, so the product says nothing."""
+
+
+class MembersEnvironment(FollowedEnvironment):
+    """The ranks of the default process group, whose members may change within the process."""
+
+    leader = 0
+    """The rank of the group that is rank 0 here, which logs and writes."""
+    is_apart = False
+    """Whether this process is alone so far, and will be one of several. It is not rank 0 then."""
+
+    @override
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @override
+    def global_rank(self) -> int:
+        world_size = dist.get_world_size()
+        return 1 if self.is_apart else (dist.get_rank() - self.leader) % world_size
+
+
+def launch_of(environment: ClusterEnvironment | None) -> Launch | None:
+    """Environment of the launcher, where ranks are torchrun's and Lightning takes them from it."""
+    if not isinstance(environment, TorchElasticEnvironment):
+        return None
+    launch = Launch.from_env()
+    return launch if launch.is_elastic else None
+
+
+class FollowsLauncher:
+    """Mixin before a ``DDPStrategy`` of Lightning or Fabric. No torchrun, no change."""
+
+    cluster_environment: ClusterEnvironment | None
+
+    def _configure_launcher(self) -> None:
+        # Called when the trainer is built: devices, nodes and environment are there, unused yet.
+        launch = launch_of(self.cluster_environment)
+        if launch is not None and launch.local_world_size is not None:
+            follow_launcher(self)
+            if type(self.cluster_environment) in (TorchElasticEnvironment, ElasticEnvironment):
+                self.cluster_environment = FollowedEnvironment()
+        super()._configure_launcher()  # type: ignore[misc]
+
+    def _setup_distributed(self) -> None:  # Lightning's DDPStrategy has setup_distributed
+        init_process_group(self)
+        super()._setup_distributed()  # type: ignore[misc]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        launch = launch_of(self.cluster_environment)
+        if launch is None or isinstance(self.cluster_environment, MembersEnvironment):
+            kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+            return kwargs
+        return {"num_replicas": launch.world_size, "rank": launch.rank}
+
+
+def follow_launcher(strategy: Any) -> None:
+    """Give a ``DDPStrategy`` the launcher's devices and nodes; no change where it says neither.
+
+    For a strategy without :class:`FollowsLauncher`, after it was built: its sampler then counts the
+    ranks right where all nodes have equally many.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks on this node.
+    """
+    launch = launch_of(getattr(strategy, "cluster_environment", None))
+    if launch is not None and launch.local_world_size is not None:
+        given = strategy.parallel_devices or []
+        strategy.parallel_devices = local_devices(given, launch)
+        _report(given, strategy.num_nodes, launch)
+        strategy.num_nodes = launch.nodes
+
+
+def local_devices(given: list[torch.device], launch: Launch) -> list[torch.device]:
+    """One device for every rank of this node: the ``given`` ones, and then those of their kind.
+
+    Raises:
+        ValueError: there are not enough for this rank.
+    """
+    assert launch.local_world_size is not None
+    devices = given[: launch.local_world_size]
+    missing = launch.local_world_size - len(devices)
+    if all(device.type == "cpu" for device in devices):
+        return devices + [torch.device("cpu")] * missing
+    kind = devices[0].type
+    free = [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+    devices += [device for device in free if device not in devices][:missing]
+    if launch.local_rank >= len(devices):
+        raise ValueError(
+            f"The launcher started {launch.local_world_size} ranks on this node, and local rank "
+            f"{launch.local_rank} needs a {kind} device of its own, of which {len(devices)} are "
+            f"visible: start it with --nproc-per-node={len(devices)}"
+        )
+    return devices
+
+
+def _report(given: list[torch.device], num_nodes: int, launch: Launch) -> None:
+    """Log settings that differ from the launcher's, and cannot be defaults (1, or all GPUs)."""
+    every_gpu = given and given[0].type != "cpu" and len(given) == torch.accelerator.device_count()
+    differing = []
+    if len(given) not in (1, launch.local_world_size) and not every_gpu:
+        differing.append(f"{launch.local_world_size} ranks on this node, not devices={len(given)}")
+    if num_nodes not in (1, launch.nodes):
+        differing.append(f"{launch.nodes} nodes, not num_nodes={num_nodes}")
+    if differing:
+        rank_zero.info(f"lightning_dist follows the launcher: {' and '.join(differing)}.")
+
+
+def init_process_group(strategy: Any) -> None:
+    """Make the group as ``strategy`` would, over a store of this start's own.
+
+    Nothing happens where torchrun did not start this rank, or where the group is there. Call it
+    before the strategy's own set-up, which does nothing once there is a group.
+
+    Raises:
+        TimeoutError: ranks did not come within the strategy's ``timeout``.
+    """
+    launch = launch_of(strategy.cluster_environment)
+    if launch is None or dist.is_initialized():
+        return
+    assert strategy.cluster_environment is not None
+    timeout = group_timeout(strategy) or default_pg_timeout
+    init_process_group_over(attempt_store(launch, timeout=timeout), strategy)

@@ -1,1 +1,0 @@
-"""Plain DDP: what every framework's adapter is made of."""

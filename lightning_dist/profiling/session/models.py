@@ -1,0 +1,237 @@
+"""Sharded models (FSDP2) and local updates for the profiler, which knows DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.profiling.capture.events import OF_NO_BUCKET
+from lightning_dist.profiling.capture.recorder import Recorder
+from lightning_dist.profiling.capture.steps import StepTimer
+from lightning_dist.ranks.channel import Watch, nothing
+from lightning_dist.sync.fsdp.attach import ShardedExchange, exchange_of
+from lightning_dist.sync.fsdp.private import (
+    collectives_of,
+    parameter_groups_of,
+    reduces_gradients,
+)
+from lightning_dist.sync.fsdp.shards import (
+    CompressedShards,
+    QuantisedCollective,
+    replaced_collectives,
+)
+from lightning_dist.sync.local.outer_steps import LocalUpdates
+from lightning_dist.sync.local.updates import updates_of
+
+
+def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The profiled part of ``model``: DDP, compressed shards, or local updates; None of others."""
+    updates = updates_of(getattr(model, "module", model))
+    if updates is not None:
+        return cast(DistributedDataParallel, LocalModel(updates))
+    if isinstance(model, DistributedDataParallel):
+        return model
+    found = exchange_of(model)
+    return None if found is None else cast(DistributedDataParallel, ShardedModel(found))
+
+
+class ShardedModel:
+    """Has of a DistributedDataParallel what the profiler asks for.
+
+    A step begins with the forward pass of the outermost module that ``fully_shard`` was called on:
+    Lightning calls methods of its module, not the module.
+    """
+
+    is_multi_device_module = False
+    bucket_bytes_cap = None
+
+    def __init__(self, exchange: ShardedExchange) -> None:
+        self.exchange, self.module = exchange, exchange.model
+        self.device, self.process_group = exchange.device, dist.group.WORLD
+        self.kind: Literal["replicas", "all_ranks"] = "replicas"
+        if isinstance(exchange, CompressedShards):
+            self.kind, self.process_group = "all_ranks", exchange.group
+        self._sharded = [x for x in self.module.modules() if isinstance(x, FSDPModule)]
+        self._outermost: Any = self._sharded[0]
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        if not isinstance(self.exchange, CompressedShards):
+            return self.exchange.synchronises
+        groups = (group for module in self._sharded for group in parameter_groups_of(module))
+        return any(map(reduces_gradients, groups))
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a recorder knows of its exchanges."""
+        if not isinstance(self.exchange, CompressedShards):
+            return self.exchange.reducer.is_watched
+        groups = (group for module in self._sharded for group in parameter_groups_of(module))
+        return any(isinstance(comm, _Quantised) for each in groups for comm in collectives_of(each))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.module.parameters()
+
+    def register_forward_pre_hook(self, hook: Any) -> Any:
+        # Before FSDP's own, which gathers the first parameters.
+        return self._outermost.register_forward_pre_hook(hook, prepend=True)
+
+    def register_forward_hook(self, hook: Any) -> Any:
+        return self._outermost.register_forward_hook(hook)
+
+    def watch_collectives(self, recorder: Recorder) -> ExitStack:
+        """Let ``recorder`` know of FSDP's own collectives, until what is returned is closed.
+
+        What FSDP calls stays in place, a user's own too, and allocates as before. Collectives in
+        symmetric memory are left alone: FSDP asks what class they are of.
+        """
+        stack = ExitStack()
+        recorder.blocks = self.kind == "all_ranks" and recorder.is_of_host
+        for index, module in enumerate(self._sharded):
+            recorded = partial(self._recorded, recorder, index)
+            stack.enter_context(replaced_collectives(module, recorded))
+        return stack
+
+    def _recorded(
+        self, recorder: Recorder, index: int, op: str, comm: Any
+    ) -> _Recorded | _Quantised | None:
+        if isinstance(comm, QuantisedCollective):
+            bucket = index if op == "reduce_scatter" else OF_NO_BUCKET
+            return _Quantised(comm, recorder, self.module, bucket)
+        is_symmetric = type(comm).__name__.startswith("SymmMem")
+        return None if is_symmetric else _Recorded(op, comm, recorder, self.module)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """A collective of FSDP, recorded while ``model`` trains."""
+
+    op: str
+    comm: Any
+    recorder: Recorder
+    model: nn.Module
+
+    @property
+    def allocate(self) -> Any:
+        return self.comm.allocate
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any
+    ) -> dist.Work | None:
+        call = partial(self.comm, output_tensor, input_tensor, group, **how)
+        if not self.model.training or group.size() == 1:
+            return cast("dist.Work | None", call())
+        sent = (group.size() - 1) * min(output_tensor.nbytes, input_tensor.nbytes)
+        launched = self.recorder.collective(self.op, group="intra", sent=sent)
+        work: dist.Work | None = call()
+        launched(work)
+        return work
+
+
+class _Quantised(Watch):
+    """A quantised collective, recorded while ``model`` trains: its codec, and the exchange.
+
+    Gradients of a parameter group are a bucket.
+    """
+
+    def __init__(
+        self, comm: QuantisedCollective, recorder: Recorder, model: nn.Module, bucket: int
+    ) -> None:
+        self._comm, self._recorder, self._model, self._bucket = comm, recorder, model, bucket
+        self.allocate = comm.allocate
+        self._work_ends: Callable[[], None] = nothing
+        self._arrives: Callable[[None], None] = nothing
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **how: Any) -> None:
+        if not self._model.training:
+            self._comm(output_tensor, input_tensor, *args, **how)
+            return
+        recorder, bucket, of = self._recorder, self._bucket, self._comm.quantised
+        if bucket != OF_NO_BUCKET:
+            recorder.ready(bucket)
+        self._comm.watch = self
+        self._work_ends = recorder.works(bucket, "encode")
+        try:
+            self._comm(output_tensor, input_tensor, *args, **how)
+        finally:
+            self._comm.watch = None
+        self._work_ends()
+        if bucket != OF_NO_BUCKET:
+            volume = of.raw.total, of.sent.intra, of.sent.inter, of.rows.codec
+            recorder.note(bucket, recorder.device_clock.now(), volume)
+
+    def launches(self, op: str, *, group: str, sent: int) -> Callable[[dist.Work], None]:
+        self._work_ends()
+        of, rows = self._comm.quantised, self._comm.quantised.rows
+        self._arrives = self._recorder.collective(
+            op,
+            group=group,
+            sent=sent,
+            raw=of.raw.total,
+            bucket=self._bucket,
+            numel=rows.numel,
+            codec=rows.codec,
+        )
+        return nothing
+
+    def waits(self) -> Callable[[], None]:
+        return self._arrived
+
+    def _arrived(self) -> None:
+        self._arrives(None)
+        self._work_ends = self._recorder.works(self._bucket, "decode")
+
+
+class LocalModel:
+    """Has of a DistributedDataParallel what the profiler asks for."""
+
+    bucket_bytes_cap = None
+    is_multi_device_module = False
+
+    def __init__(self, updates: LocalUpdates) -> None:
+        self.updates, self.module = updates, updates.module
+        self.device = updates.reducer.network.device
+        self.process_group = dist.group.WORLD
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the module."""
+        return self.module.parameters()
+
+    def why_not_in_detail(self) -> str:
+        """Reason why exchanges cannot be timed; empty if they can."""
+        schedule = self.updates.schedule
+        if schedule.overlap_steps:
+            return f"with overlap_steps={schedule.overlap_steps} an exchange is of many steps"
+        if schedule.ddp_steps:
+            return "exchanges of the first ddp_steps are those of DDP"
+        if self.device.type != "cpu":
+            return "exchanges of local updates are timed on CPUs only"
+        return ""
+
+
+class LocalWatching:
+    """Tells a timer of attempted steps: each ends with ``updates.step()``, waiting included.
+
+    Passes are not seen: a Trainer may call methods of its module, and not the module.
+    """
+
+    def __init__(self, model: LocalModel, timer: StepTimer) -> None:
+        self._after, self._timer = model.updates.after_step, timer
+        self._after.append(self._stepped)
+
+    def stop(self) -> None:
+        """Tell nothing more."""
+        self._after.remove(self._stepped)
+
+    def _stepped(self) -> None:
+        self._timer.backward_ended(synchronised=True)
+        self._timer.stepped()
+        self._timer.end()

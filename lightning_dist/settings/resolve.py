@@ -1,0 +1,175 @@
+"""Settings in force, and their origins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_dist.settings.files import (
+    CONFIG,
+    OTHERS,
+    PREFIX,
+    accelerate_default,
+    parse,
+    read,
+    sidecar_of,
+)
+from lightning_dist.settings.options import (
+    OPTIONS,
+    is_by_level,
+    require_fit,
+    require_known,
+    unknown,
+)
+
+CODE = "the code"
+
+
+class _LeftOut:
+    """An argument that the code does not give; None is a value of some options."""
+
+    def __repr__(self) -> str:
+        return "LEFT_OUT"
+
+
+LEFT_OUT: Any = _LeftOut()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings that were given, by option; options that nobody set are not there."""
+
+    options: dict[str, Any]
+    """Keyword arguments of ``compress_ddp``."""
+    origins: dict[str, str]
+    """Of each option: ``"the code"``, the name of a variable, or the path of a file."""
+    files: tuple[str, ...]
+    """Files that were read, the one that wins first."""
+
+    def value(self, name: str) -> Any:
+        """Value in force of an option: what was set, or the default."""
+        return self.options.get(name, OPTIONS[name].default)
+
+    @property
+    def outside(self) -> dict[str, str]:
+        """The origins of the options that the code does not set."""
+        return {key: origin for key, origin in self.origins.items() if origin != CODE}
+
+    def outside_text(self) -> str:
+        """Differences from the defaults because of variables and files, and because of which."""
+        by_origin: dict[str, list[str]] = {}
+        for key, origin in self.outside.items():
+            if self.options[key] != OPTIONS[key].default:
+                by_origin.setdefault(origin, []).append(f"{key}={self.options[key]!r}")
+        return ", ".join(f"{' '.join(listed)} ({origin})" for origin, listed in by_origin.items())
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Add to a ValueError of the body where the settings come from."""
+        try:
+            yield
+        except ValueError as error:
+            if not self.outside:
+                raise
+            named = ", ".join(f"{key} from {origin}" for key, origin in self.outside.items())
+            raise ValueError(f"{error} (set outside of the code: {named})") from error
+
+
+def resolve(
+    given: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ
+) -> Resolved:
+    """Merge what the code gives with what is set outside of it.
+
+    The code wins over variables ``LIGHTNING_DIST_<OPTION>``, those over the file that
+    ``LIGHTNING_DIST_CONFIG`` names, and that over ``lightning_dist.yaml`` beside Accelerate's
+    default configuration; option by option.
+
+    Args:
+        given: options of ``compress_ddp`` that the code sets; LEFT_OUT is not set.
+        environ: the variables.
+
+    Raises:
+        ValueError: an unknown setting, a value of the wrong type, a file that is no mapping, or
+            settings from two places that contradict each other.
+    """
+    options: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for name, value in (given or {}).items():
+        require_known(name, where=CODE)
+        if value is not LEFT_OUT:
+            options[name], origins[name] = value, CODE
+    for variable, name, value in _variables(environ):
+        if name not in options:
+            options[name], origins[name] = value, variable
+    files = _files(environ)
+    for path in files:
+        for name, value in read(path).items():
+            if name not in options:
+                options[name], origins[name] = value, str(path)
+    _refuse_contradictions(options, origins)
+    ordered = [name for name in OPTIONS if name in options]
+    return Resolved(
+        {name: options[name] for name in ordered},
+        {name: origins[name] for name in ordered},
+        tuple(map(str, files)),
+    )
+
+
+def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:
+    known = {f"{PREFIX}{name.upper()}": option for name, option in OPTIONS.items()}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or variable in (CONFIG, *OTHERS):
+            continue
+        if variable not in known:
+            names = (*known, CONFIG, *OTHERS)
+            raise ValueError(unknown(variable, names, where="the environment", prefix=PREFIX))
+        if not text.strip():
+            continue  # as good as not set, which scripts do to switch a variable off
+        try:
+            value = parse(text)
+        except ValueError as error:
+            raise ValueError(f"{variable}: {error}") from None
+        require_fit(known[variable], value, where=variable)
+        yield variable, known[variable].name, value
+
+
+def _files(environ: Mapping[str, str]) -> list[Path]:
+    files = []
+    if named := environ.get(CONFIG, "").strip():
+        path = Path(named).expanduser().absolute()
+        if not path.is_file():
+            raise ValueError(f"{CONFIG} names {named}, and there is no such file; unset it")
+        files.append(path)
+    sidecar = sidecar_of(accelerate_default(environ)).absolute()
+    if sidecar.is_file() and not any(path.samefile(sidecar) for path in files):
+        files.append(sidecar)
+    return files
+
+
+def _refuse_contradictions(options: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    """Which of two sources wins is settled by option; these options are about the same."""
+    flat = options.get("hierarchical") is False
+    levels = is_by_level(options.get("codec"))
+    has_count = options.get("ranks_per_node") is not None
+    has_groups = options.get("rank_groups") is not None
+    for wrong, names, why in (
+        (flat and has_count, ("hierarchical", "ranks_per_node"), "a flat exchange has no groups"),
+        (flat and has_groups, ("hierarchical", "rank_groups"), "a flat exchange has no groups"),
+        (flat and levels, ("hierarchical", "codec"), "a flat exchange has one codec"),
+        (
+            has_count and has_groups,
+            ("ranks_per_node", "rank_groups"),
+            "both define which ranks share a node",
+        ),
+    ):
+        first, second = names
+        # Both from one place: who set them sees both, and the settings themselves are checked.
+        if wrong and origins[first] != origins[second]:
+            named = " and ".join(f"{name}={options[name]!r} ({origins[name]})" for name in names)
+            raise ValueError(
+                f"{named} contradict each other: {why}; remove one, or set both in one place"
+            )

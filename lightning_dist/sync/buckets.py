@@ -1,0 +1,130 @@
+"""DistributedDataParallel's buckets on their way to a reducer and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_dist.base.private import sparse_parts
+from lightning_dist.ranks.traffic import ring_all_gather
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, slices_of
+from lightning_dist.reducer.reducer import Reducer
+
+
+class Bucket(Protocol):
+    """The part of ``torch.distributed.GradBucket`` that is used."""
+
+    def buffer(self) -> Tensor: ...
+    def index(self) -> int: ...
+    def is_last(self) -> bool: ...
+    def parameters(self) -> list[Tensor]: ...
+
+
+class DDPBuckets:
+    """Averages DDP's gradient buckets with ``reducer``; call it from a communication hook.
+
+    Residuals are allocated here, and not in the first backward pass at the peak of memory.
+
+    Args:
+        find_unused: whether DDP looks for parameters without a gradient; the reducer then has
+            ``allow_absent``.
+        group: of the model, in which sparse gradients are averaged. None: the default one.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        *,
+        find_unused: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.reducer, self._group = reducer, group
+        self._slices: dict[int, tuple[object, Sequence[ParameterSlice]]] = {}
+        self._reached = -1  # index of the last bucket of a step that is not finished
+        trained = [parameter for parameter in reducer.names if parameter.requires_grad]
+        # Names of those that a backward pass has used. The bucket does not tell: DDP copies an
+        # unused parameter's gradient of an earlier pass into it.
+        self._used: set[str] | None = set() if find_unused else None
+        self.note(trained)
+        for dtype in dict.fromkeys(parameter.dtype.to_real() for parameter in trained):
+            alike = [each for each in trained if each.dtype.to_real() == dtype]
+            reducer.reserve(slices_of([reducer.names[each] for each in alike], alike), dtype)
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Note from now on which of ``parameters`` a backward pass uses."""
+        if self._used is None:
+            return
+        for parameter in parameters:
+            noted = partial(_note, self._used, self.reducer.names[parameter])
+            hook = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
+            self.reducer.at_close.append(hook.remove)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None: a copy of the model exchanges nothing, and process groups cannot be copied."""
+        return type(None), ()
+
+    def reduce(self, bucket: Bucket) -> Future[Tensor]:
+        """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
+
+        The future is ready with that buffer once the mean is there. Collective: every rank calls it
+        for the same buckets in the same order.
+        """
+        index, reducer = bucket.index(), self.reducer
+        if index <= self._reached:  # the last backward pass was cut short by an exception
+            reducer.abandon()
+        is_sparse = bucket.buffer().is_sparse
+        done = self._reduce_sparse(bucket.buffer()) if is_sparse else self._start(bucket)
+        self._reached = index
+        if bucket.is_last():
+            self._reached = -1
+            reducer.finish()
+            if self._used is not None:
+                self._used.clear()
+        return done
+
+    def _start(self, bucket: Bucket) -> Future[Tensor]:
+        slices, used = self._slices_of(bucket), self._used
+        # Complete for the parameters of a bucket once DDP hands the bucket over.
+        absent = () if used is None else [each.name for each in slices if each.name not in used]
+        key = bucket.index()
+        buffer = bucket.buffer()
+        is_complex = buffer.is_complex()  # before torch 2.11; since then its pairs of real numbers
+        handle = self.reducer.start(as_real(buffer).flatten(), slices, key=key, absent=absent)
+
+        def mean(done: Future[Tensor]) -> Tensor:
+            flat = done.value()
+            return torch.view_as_complex(flat.view(-1, 2)) if is_complex else flat
+
+        # A future carries an exception to DDP's C++ side only through `then`.
+        return handle.done.then(mean)
+
+    def _reduce_sparse(self, gradient: Tensor) -> Future[Tensor]:
+        """Average rows of an embedding, which are alone in their bucket, as DDP itself does."""
+        network = self.reducer.network
+        gradient.div_(network.world_size)
+        indices, values = sparse_parts(gradient)
+        sent = ring_all_gather(indices.nbytes + values.nbytes, network.topology)
+        self.reducer.note_uncompressed(sent, finite=values.isfinite().all())
+        work = dist.all_reduce(gradient, group=self._group, async_op=True)
+        averaged: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return averaged
+
+    def _slices_of(self, bucket: Bucket) -> Sequence[ParameterSlice]:
+        """Slices of the parameters in ``bucket``, worked out once per layout."""
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        found = self._slices.get(bucket.index())
+        if found is None or found[0] != key:
+            names = [self.reducer.names[parameter] for parameter in parameters]
+            found = self._slices[bucket.index()] = key, slices_of(names, parameters)
+        return found[1]
+
+
+def _note(used: set[str], name: str, _: Tensor) -> None:
+    used.add(name)

@@ -1,0 +1,251 @@
+"""Sharded models whose gradients can be exchanged after the reduce-scatter; others refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from lightning_dist.sync.fsdp.private import (
+    averages_replicas,
+    divides_after_reduction,
+    dtypes_of,
+    param_dtype_of,
+    parameter_groups_of,
+    shard_group_of,
+    size_before_sharding,
+)
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The parameters that one ``fully_shard`` call has put together, in FSDP's order.
+
+    Args:
+        shapes: of the parameters before they were sharded over ``group``; with tensor parallelism
+            those of this rank's parts.
+        padded: elements of each parameter's shard in the flat tensors that are exchanged.
+        dtype: in which parameters are gathered.
+        reduce_dtype: in which gradients are reduced.
+        divides_last: gradients are divided once more after FSDP's all-reduce hook.
+    """
+
+    module: FSDPModule
+    group: dist.ProcessGroup
+    parameters: Sequence[nn.Parameter]
+    shapes: Sequence[Sequence[int]]
+    padded: Sequence[int]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    divides_last: bool
+
+    def first_row(self, shape: Sequence[int]) -> int:
+        """Row of a parameter of ``shape`` at which this rank's shard begins."""
+        rows = -(-shape[0] // self.group.size())
+        return min(self.group.rank() * rows, shape[0])
+
+
+def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
+    """The trained parameters of ``model`` by group, in the order of its modules.
+
+    Raises:
+        ValueError: ``mesh`` has not two dimensions, or a group is of a kind whose gradients FSDP
+            changes or copies after its all-reduce hook.
+    """
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh must have two dimensions, replicas and shards, got {mesh.ndim}; give "
+            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')), "
+            "or parameters='int8' if the model is sharded over all ranks"
+        )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "compress_fsdp needs fully_shard (FSDP2), got FullyShardedDataParallel (FSDP1), which "
+            "has no hook for it; call fully_shard on the blocks and the model instead"
+        )
+    found = list(sharded_groups(model))
+    if not found:
+        raise ValueError(
+            "compress_fsdp needs a model with parameters that fully_shard has sharded, got "
+            f"{type(model).__name__}; call fully_shard(model, mesh=mesh['shard']) first, or use "
+            "compress_ddp for a model that every rank holds as a whole"
+        )
+    require_all_sharded(model, found)
+    for group in found:
+        name = type(group.module).__name__
+        for kept in dict.fromkeys(parameter.dtype for parameter in group.parameters):
+            if group.reduce_dtype != kept:
+                raise ValueError(
+                    f"fully_shard({name}) must reduce gradients in the dtype of its parameters, "
+                    f"got reduce_dtype {group.reduce_dtype} for parameters in {kept}: FSDP copies "
+                    "the gradients before they are exchanged; set "
+                    f"MixedPrecisionPolicy(reduce_dtype={kept})"
+                )
+            if kept == torch.float16 or group.divides_last:
+                raise ValueError(
+                    f"fully_shard({name}) must not divide gradients once more after they are "
+                    "exchanged, as it does in float16, in float64 on three shards or more, and "
+                    f"after set_force_sum_reduction_for_comms(True), got parameters in {kept} on "
+                    f"{group.group.size()} shards; keep parameters in bfloat16 or float32, and "
+                    "leave that call out"
+                )
+    return found
+
+
+def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
+    """All parameters of ``model`` by group; it is sharded over all ranks of ``mesh``.
+
+    Raises:
+        ValueError: there is none, or there are several replicas; or a group is of a kind whose
+            collectives cannot be replaced.
+    """
+    found = list(sharded_groups(model, trained=False))
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    own = sorted({tuple(sorted(dist.get_process_group_ranks(each.group))) for each in found})
+    if own != [tuple(ranks)] or len(ranks) == 1:
+        raise ValueError(
+            "parameters= needs a model that fully_shard has sharded over all ranks of mesh, got "
+            f"shards on the ranks {own} and the mesh {mesh.mesh.tolist()}; with several replicas "
+            "leave parameters out: inside a replica FSDP gathers them itself"
+        )
+    require_all_sharded(model, found)
+    for group in found:
+        name, kept = type(group.module).__name__, {each.dtype for each in group.parameters}
+        if len(kept) > 1 or not all(dtype.is_floating_point for dtype in kept):
+            raise ValueError(
+                f"fully_shard({name}) must have parameters of one floating-point dtype to gather "
+                f"them quantised, got {sorted(map(str, kept))}; call it for those of each dtype"
+            )
+        if torch.float16 in (*kept, group.dtype, group.reduce_dtype):
+            raise ValueError(
+                f"fully_shard({name}) must not use float16, in which FSDP divides gradients on "
+                "both sides of its reduction; use bfloat16 or float32"
+            )
+    return found
+
+
+def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
+    """The dimension of ``mesh`` that parameters are sharded over.
+
+    Raises:
+        ValueError: there is none, or there is only one replica.
+    """
+    own = {tuple(dist.get_process_group_ranks(group.group)) for group in groups}
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank of the mesh"
+    for dimension in range(2):
+        line = mesh.mesh.select(1 - dimension, coordinate[1 - dimension])  # with this rank
+        if own == {tuple(line.tolist())}:
+            if mesh.size(1 - dimension) == 1:
+                raise ValueError(
+                    "compress_fsdp needs several replicas, got one: nothing crosses between "
+                    "replicas, and FSDP alone does the rest; leave it out, or shard over fewer "
+                    "ranks"
+                )
+            return dimension
+    raise ValueError(
+        "parameters must be sharded over one dimension of mesh, got shards on the ranks "
+        f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard'], in "
+        "configure_model with self.device_mesh['data_parallel']"
+    )
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters, as those that a forward pass without gradients leaves.
+
+    They would be taken for the module's own, and the next forward pass would use them, not what
+    shards are then.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
+def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[ParameterGroup]:
+    """Groups of all parameters, or of ``trained`` ones; raises ValueError for what FSDP changes."""
+    reshard(model)
+    for module in model.modules():
+        groups = parameter_groups_of(module) if isinstance(module, FSDPModule) else ()
+        if len(groups) > 1:
+            raise ValueError(
+                "fully_shard must put the parameters of a module in one group, got several "
+                "(shard_placement_fn with several meshes); call it for the parts of the module"
+            )
+        for group in groups:
+            fsdp_params = group.fsdp_params
+            if trained:
+                fsdp_params = [each for each in fsdp_params if each.sharded_param.requires_grad]
+            if fsdp_params:
+                yield _checked(cast(FSDPModule, module), group, fsdp_params)
+
+
+def require_all_sharded(model: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Raise ValueError if a trained parameter is outside of all ``fully_shard`` calls."""
+    inside = {parameter for group in groups for parameter in group.parameters}
+    named = model.named_parameters()
+    outside = [name for name, p in named if p.requires_grad and p not in inside]
+    if outside:
+        raise ValueError(
+            "fully_shard must have all trained parameters, as nothing averages the others; got "
+            f"{', '.join(outside[:3])}{' ...' if len(outside) > 3 else ''} outside of it; call "
+            "fully_shard for the model itself too, after its parts, or freeze them"
+        )
+
+
+def require_alike(optimizer: Optimizer, *, remedy: str) -> None:
+    """Raise ValueError if ``optimizer`` keeps sharded state that is no part of its parameter's."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, DTensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"The state of {type(optimizer).__name__} must have the shapes of its sharded "
+                    f"parameters, got {name!r} of {tuple(value.shape)} for "
+                    f"{tuple(parameter.shape)}: another mesh could not divide it; {remedy}"
+                )
+
+
+def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> ParameterGroup:
+    name = type(module).__name__
+    if averages_replicas(group):
+        raise ValueError(
+            f"fully_shard({name}) over two dimensions averages over replicas itself, uncompressed "
+            "and in every step; call it with mesh['shard'], in configure_model with "
+            "self.device_mesh['data_parallel']"
+        )
+    if isinstance(group.offload_policy, CPUOffloadPolicy):
+        raise ValueError(
+            f"Gradients must stay on their device, and fully_shard({name}) has a CPUOffloadPolicy, "
+            "which copies them away before they are exchanged; leave it out"
+        )
+    for each in fsdp_params:
+        if each.fsdp_placement != Shard(0):
+            raise ValueError(
+                f"fully_shard({name}) must shard the first dimension, got {each.fsdp_placement}; "
+                "leave shard_placement_fn out"
+            )
+    parameters = [each.sharded_param for each in fsdp_params]
+    if len({param_dtype_of(each) for each in fsdp_params}) > 1:
+        raise ValueError(
+            f"fully_shard({name}) must cast its parameters to one dtype, and its "
+            "MixedPrecisionPolicy has a param_dtype_override_fn; call fully_shard for those of "
+            "each dtype"
+        )
+    compute, reduce = dtypes_of(fsdp_params[0])
+    return ParameterGroup(
+        module,
+        shard_group_of(group),
+        parameters,
+        [size_before_sharding(each) for each in fsdp_params],
+        [each.padded_sharded_param_size.numel() for each in fsdp_params],
+        compute,
+        reduce,
+        divides_after_reduction(group, reduce),
+    )

@@ -1,0 +1,234 @@
+"""Models that ``fully_shard`` (FSDP2) has sharded over a fast dimension of a device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_dist.base.accelerator import is_accelerator
+from lightning_dist.base.private import name_before_compile
+from lightning_dist.ranks import Topology
+from lightning_dist.reducer.parts import Stripes
+from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.saved import require_mapping
+from lightning_dist.sync.fsdp.backward import BackwardEnd
+from lightning_dist.sync.fsdp.checks import ParameterGroup
+from lightning_dist.sync.fsdp.private import runs_after_accumulation
+from lightning_dist.sync.fsdp.tensor_parts import TensorParts
+from lightning_dist.sync.trained import flags_of
+
+_ZEROS_FOR_UNUSED = (
+    "call model.set_reduce_scatter_unused_params(True) before training (torch 2.13 or newer)"
+)
+
+
+@dataclass
+class ShardedGroup:
+    """The parameters that one ``fully_shard`` call has put together."""
+
+    module: FSDPModule
+    parameters: Sequence[nn.Parameter]  # sharded, those that are trained
+    slices: Sequence[ParameterSlice]  # of the flat gradient that the reduce-scatter leaves
+    numel: int  # of that, with padding
+    skipped: bool = False  # its last gradients were not exchanged
+
+
+class ShardedGradients:
+    """Averages the gradient shards of a model between replicas with ``reducer``.
+
+    FSDP's all-reduce hook hands over the flat shard of a parameter group once it is reduced inside
+    the replica; all have their mean before ``backward`` returns, or a pipeline's step.
+
+    Args:
+        groups: of the parameters that are trained.
+        renewed: gives those of the parameters that are trained at that time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        reducer: Reducer,
+        groups: Sequence[ShardedGroup],
+        *,
+        renewed: Callable[[], Sequence[ShardedGroup]],
+    ) -> None:
+        self.model, self.reducer, self._renewed = model, reducer, renewed
+        self.synchronises = True
+        """Whether the next backward pass exchanges gradients between replicas."""
+        self._under_way: list[Handle] = []
+        self._flags = flags_of(reducer.names)
+        self._use(groups)
+        self.backward = BackwardEnd(model, self._finish, begin=self._renew, cut_short=self._abandon)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the gradients."""
+        return self.reducer.network.device
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is exchanged any more."""
+        return self.reducer.closed
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave out the exchange between replicas in the backward passes of this block.
+
+        Gradients stay sharded; the first backward pass after it exchanges what has accumulated.
+        """
+        before, self.synchronises = self.synchronises, False
+        try:
+            yield
+        finally:
+            self.synchronises = before
+
+    @property
+    def topology(self) -> Topology:
+        """Nodes and groups of the ranks."""
+        return self.reducer.topology
+
+    @property
+    def parts(self) -> Mapping[str, tuple[int, int]]:
+        """``(start, elements)`` that this rank has of each trained parameter."""
+        slices = (part for group in self._groups for part in group.slices)
+        return {part.name: (part.start, part.numel) for part in slices}
+
+    def comm_stats(self) -> Mapping[str, Any]:
+        """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
+        return self.reducer.comm_stats()
+
+    def comm_config(self) -> dict[str, Any]:
+        """Codec, nodes and versions, for the configuration of a tracked run."""
+        return self.reducer.comm_config()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Residuals of all replicas on rank 0, None elsewhere. Collective; between backward passes.
+
+        As of ``Reducer.state_dict``: one row per replica, put together from its shards and its
+        tensor-parallel parts, so that any mesh loads it.
+        """
+        return self.tensor_parts.gathered(self.reducer.state_dict())
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with the rows left there. Collective.
+
+        The tensors of the state are empty memory; the stripes are the parts that this rank has.
+        """
+        return self.tensor_parts.striped(*self.reducer.striped_state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh."""
+        require_mapping(state)
+        self.reducer.load_state_dict(self.tensor_parts.cut(state))
+
+    def close(self) -> None:
+        """Exchange nothing more, and end the reducer."""
+        self.backward.remove()
+        for group in self._groups:
+            group.module.set_all_reduce_hook(lambda _: None)
+        self.reducer.close()
+
+    def _renew(self) -> None:
+        """Average what is trained now, where layers were frozen or unfrozen, on all ranks alike."""
+        flags = flags_of(self.reducer.names)
+        if flags == self._flags or not any(flags):
+            return
+        self._flags = flags
+        for group in self._groups:
+            group.module.set_all_reduce_hook(lambda _: None)
+        self._use(self._renewed())
+
+    def _use(self, groups: Sequence[ShardedGroup]) -> None:
+        self._groups = groups
+        named = {name_before_compile(name): p for name, p in self.model.named_parameters()}
+        self.tensor_parts = TensorParts(named, self.parts)
+        """This rank's parts of parameters that tensor parallelism splits."""
+        for index, group in enumerate(groups):
+            self.reducer.reserve(group.slices, group.parameters[0].dtype)
+            group.module.set_all_reduce_hook(partial(self._reduced, index))
+
+    def _abandon(self) -> None:
+        self._under_way.clear()
+        self.reducer.abandon()
+
+    def _reduced(self, index: int, flat: Tensor) -> None:
+        """The hook: ``flat (numel,)`` is the mean of the replica, of this rank's shard."""
+        group = self._groups[index]
+        if flat.numel() != group.numel:
+            raise RuntimeError(
+                "Every parameter of a group must get a gradient in each backward pass; one of "
+                f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or "
+                f"{_ZEROS_FOR_UNUSED}"
+            )
+        if any(map(runs_after_accumulation, group.parameters)):
+            raise ValueError(
+                "register_post_accumulate_grad_hook, as for an optimizer in the backward pass, "
+                "cannot take effect: replicas average gradients after it; remove it and step the "
+                "optimizer after backward(), or use fully_shard over both dimensions of the mesh"
+            )
+        group.skipped = not self.synchronises
+        if group.skipped:
+            return
+        self.backward.queue()
+        _take_accumulated(group, flat)
+        self._under_way.append(self.reducer.start(flat, group.slices, key=index))
+
+    def _finish(self) -> None:
+        """Before backward() returns: what follows (clipping, the optimizer) sees the mean."""
+        if not self._under_way:
+            return
+        for group in self._groups:
+            if group.skipped and any(each.grad is not None for each in group.parameters):
+                self._abandon()
+                raise RuntimeError(
+                    "Gradients accumulated under no_sync() must be exchanged before they are "
+                    f"applied, but {', '.join(part.name for part in group.slices)} got none in the "
+                    f"backward pass after it; {_ZEROS_FOR_UNUSED}"
+                )
+        self.reducer.finish()
+        under_way, self._under_way = self._under_way, []
+        for handle in under_way:
+            handle.done.wait()
+
+
+def _take_accumulated(group: ShardedGroup, flat: Tensor) -> None:
+    """Add the ``.grad`` of earlier micro-batches to ``flat``, which FSDP then makes ``.grad``."""
+    for parameter, part in zip(group.parameters, group.slices, strict=True):
+        if parameter.grad is None:
+            continue
+        accumulated = local_of(parameter.grad)
+        part.of(flat).add_(accumulated.reshape(-1))
+        if is_accelerator(flat.device):  # memory of FSDP's stream of reduce-scatters
+            accumulated.record_stream(torch.accelerator.current_stream())
+        parameter.grad = None
+
+
+def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> ShardedGroup:
+    """Each parameter's shard, one after the other, padded to the largest of all ranks."""
+    slices, offset = [], 0
+    of_all = zip(group.parameters, group.shapes, group.padded, strict=True)
+    for parameter, shape, padded in of_all:
+        local = local_of(parameter)
+        start = group.first_row(shape) * prod(shape[1:])
+        rest = prod(shape) - start - local.numel()
+        slices.append(
+            ParameterSlice(names[parameter], offset, tuple(local.shape), start=start, rest=rest)
+        )
+        offset += padded
+    return ShardedGroup(group.module, group.parameters, slices, offset)
+
+
+def local_of(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,249 @@
+"""The anchor, on which all workers agree, and the outer optimizer that moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_dist.exchange.replicate import replicate
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.sync.local.checks import require_scheduler
+from lightning_dist.sync.local.fragments import (
+    Fragment,
+    cut,
+    fragment_of,
+    own_part,
+)
+from lightning_dist.sync.local.settings import LocalUpdateSettings
+from lightning_dist.sync.trained import flags_of
+
+OuterOptimizer: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
+OuterSchedule: TypeAlias = Callable[[Optimizer], LRScheduler]
+
+
+class Anchor:
+    """Trained parameters as all workers know them, in fragments that are exchanged in turn.
+
+    Args:
+        parameters: all of the model, by name; those that require a gradient have an anchor.
+        schedule: of the outer steps.
+        reducer: which averages, and keeps residuals.
+        among: the ranks that have the same part of each parameter.
+        outer_optimizer: see :func:`~lightning_dist.local_updates`.
+        outer_schedule: see the same.
+
+    Raises:
+        ValueError: there are fewer trained parameters than fragments; or see
+            :func:`.require_scheduler`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        schedule: LocalUpdateSettings,
+        *,
+        reducer: Reducer,
+        among: Network,
+        outer_optimizer: OuterOptimizer | None = None,
+        outer_schedule: OuterSchedule | None = None,
+    ) -> None:
+        self._parameters, self._schedule = parameters, schedule
+        self._reducer, self._among = reducer, among
+        self._make_optimizer = self._sgd if outer_optimizer is None else outer_optimizer
+        self._make_scheduler = outer_schedule
+        trained = {name: each for name, each in parameters.items() if each.requires_grad}
+        if schedule.fragments > len(trained):
+            raise ValueError(
+                "fragments must be at most the number of trained parameters, "
+                f"{len(trained)}, got {schedule.fragments}"
+            )
+        wide = all(own_part(each).dtype == torch.float64 for each in trained.values())
+        self.dtype = torch.float64 if wide else torch.float32
+        self.tensors: dict[str, nn.Parameter] = {}
+        """Anchors of this rank's parts by name: real numbers in :attr:`dtype`."""
+        self.fragments: Sequence[Fragment] = ()
+        self._flags: list[bool] = []
+        self._trained: set[str] = set()  # by this worker, since their last exchange
+        self.look()
+        self._cut(trained)
+        self.optimizer, self.scheduler = self._outer()
+
+    def _sgd(self, anchors: Sequence[Tensor]) -> Optimizer:
+        momentum = self._schedule.outer_momentum
+        return torch.optim.SGD(
+            anchors, lr=self._schedule.outer_lr, momentum=momentum, nesterov=momentum > 0
+        )
+
+    def look(self) -> bool:
+        """Note what is trained now, before an optimizer changes it. Returns whether some is new.
+
+        The anchor of a parameter that was frozen until now are its weights.
+        """
+        flags = flags_of(self._parameters.values())
+        if flags == self._flags:
+            return False
+        self._flags = flags
+        self._trained |= {name for name, each in self._parameters.items() if each.requires_grad}
+        new = self._trained - self.tensors.keys()
+        self._hold(self.tensors.keys() | new)
+        return bool(new)
+
+    def trained(self) -> list[bool]:
+        """Flags of the model's parameters: trained by this worker since their last exchange."""
+        return [name in self._trained for name in self._parameters]
+
+    def _hold(self, names: Collection[str]) -> None:
+        kept = self.tensors
+        # With the strides of the parameters, which an outer optimizer may keep in its state.
+        self.tensors = {
+            name: kept[name]
+            if name in kept
+            else nn.Parameter(
+                own_part(each).to(
+                    "cpu" if self._schedule.offload else each.device, self.dtype, copy=True
+                )
+            )
+            for name, each in self._parameters.items()
+            if name in names
+        }
+
+    def begin_exchange(self, fragment: Fragment) -> list[bool]:
+        """Flags of :meth:`trained`, at the beginning of an exchange of ``fragment``."""
+        trained = self.trained()
+        self._trained -= {part.name for each, _, part in fragment.rows() if not each.requires_grad}
+        return trained
+
+    def agree(self) -> list[str]:
+        """Exchange from now on what any worker trains. Collective, while nothing is under way.
+
+        Returns:
+            What a worker has trained since its last exchange.
+        """
+        network = self._reducer.network
+        counts = torch.tensor(self.trained(), dtype=torch.int32, device=network.device)
+        network.control.all_reduce(counts).wait()
+        trained = counts.bool().tolist()
+        self.follow(trained)
+        return [name for name, of_any in zip(self._parameters, trained, strict=True) if of_any]
+
+    def follow(self, trained: Sequence[bool], sent: Fragment | None = None) -> None:
+        """Exchange from now on what any worker trains. Collective.
+
+        Args:
+            trained: which parameters of the model a worker has trained; equal on all workers.
+            sent: which of them were exchanged since; what nobody had trained there is left out.
+        """
+        some = {name for name, flag in zip(self._parameters, trained, strict=True) if flag}
+        idle = set() if sent is None else {part.name for part in sent.slices} - some
+        before = self.names
+        names = (before - idle) | some
+        if names == before or not names:  # an optimizer of nothing cannot be made
+            return
+        self._use(names)
+        for name, anchor in self.tensors.items():
+            if name in names - before:  # all begin alike, also where one has changed its own
+                there = anchor.detach().to(self._among.device)
+                replicate({name: there}, self._among.data)
+                anchor.data.copy_(there)
+
+    def _use(self, names: Collection[str]) -> None:
+        """Exchange these parameters from now on; the outer optimizer keeps its state of them."""
+        joined = [name for name in self._parameters if name in {*names} - self.names]
+        self._cut(names)
+        if joined:
+            self._reducer.reserve(self.fragment_of(joined).slices, self.dtype)
+        before, scheduler = self.optimizer, self.scheduler
+        self.optimizer, self.scheduler = self._outer()
+        groups, held = self.optimizer.param_groups, before.param_groups
+        if len(groups) == len(held):  # the user's may depend on the parameters
+            for group, old in zip(groups, held, strict=True):
+                group.update({key: value for key, value in old.items() if key != "params"})
+        for anchor in (anchor for each in self.fragments for anchor in each.anchors):
+            if anchor in before.state:
+                self.optimizer.state[anchor] = before.state[anchor]
+        if self.scheduler is not None and scheduler is not None:
+            self.scheduler.load_state_dict(scheduler.state_dict())
+
+    def _cut(self, names: Collection[str]) -> None:
+        self._hold({*names, *(self._trained & self.tensors.keys())})
+        self.fragments = cut(
+            {name: each for name, each in self._parameters.items() if name in names},
+            self.tensors,
+            self._schedule.fragments,
+        )
+
+    def _outer(self) -> tuple[Optimizer, LRScheduler | None]:
+        """The optimizer of the anchors in fragments, and the scheduler of its learning rate."""
+        optimizer = self._make_optimizer([a for each in self.fragments for a in each.anchors])
+        make = self._make_scheduler
+        scheduler = make(optimizer) if callable(make) else make
+        require_scheduler(scheduler, outer=optimizer)
+        return optimizer, scheduler
+
+    def restart(self, names: AbstractSet[str], *, trained: Collection[str]) -> None:
+        """Exchange the parameters of a state that is loaded; :meth:`look` adds those it lacks.
+
+        Args:
+            trained: those that a worker had trained since their last exchange.
+
+        Raises:
+            ValueError: it is the state of another model.
+        """
+        if unknown := sorted(names - self._parameters.keys()):
+            raise ValueError(
+                "The state must be of parameters of this model, got that of "
+                f"{', '.join(unknown[:3])}; use the model that it was saved with"
+            )
+        self._flags, self._trained = [], set(trained)
+        if names != self.names or names != self.tensors.keys():
+            self.tensors = {}
+            self._use(names)
+
+    def fragment_of(self, names: Sequence[str]) -> Fragment:
+        """Parameters that are in one exchange."""
+        return fragment_of({name: self._parameters[name] for name in names}, self.tensors)
+
+    @property
+    def names(self) -> set[str]:
+        """Parameters that are exchanged."""
+        return {part.name for each in self.fragments for part in each.slices}
+
+    @property
+    def last(self) -> int:
+        """Number of the fragment with which a window ends."""
+        return max(number for number, each in enumerate(self.fragments) if each.slices)
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each trained parameter with its anchor."""
+        for name, anchor in self.tensors.items():
+            yield self._parameters[name], anchor
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trained parameters, by name."""
+        return {name: self._parameters[name] for name in self.tensors}
+
+    def state_dict_of(self, module: nn.Module) -> dict[str, Any]:
+        """The module's ``state_dict`` with the anchor in the place of trained parameters."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        found = {}
+        for key, value in module.state_dict(keep_vars=True).items():
+            name = names.get(id(value))
+            if name is None:
+                found[key] = value.detach() if isinstance(value, Tensor) else value
+                continue
+            found[key] = torch.empty_like(value, requires_grad=False)
+            own_part(found[key]).copy_(self.tensors[name].detach())
+        return found
+
+    def from_weights(self) -> None:
+        """Let the anchor be the model's weights, which must be equal on all ranks."""
+        for parameter, anchor in self.pairs():
+            anchor.data.copy_(own_part(parameter))

@@ -1,0 +1,498 @@
+"""Outer steps of a model that is trained in local ones: when, and what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_dist.base.log import get_logger
+from lightning_dist.base.private import name_before_compile
+from lightning_dist.exchange.replicate import replicate
+from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.observer import untraced
+from lightning_dist.reducer.parts import Stripes
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.saved import require_mapping
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.sync.fsdp.checks import (
+    require_all_sharded,
+    reshard,
+    sharded_groups,
+)
+from lightning_dist.sync.fsdp.replicas import local_of
+from lightning_dist.sync.local.anchor import Anchor, OuterOptimizer, OuterSchedule
+from lightning_dist.sync.local.buffers import average_buffers
+from lightning_dist.sync.local.checks import require_stepped
+from lightning_dist.sync.local.fragments import own_part
+from lightning_dist.sync.local.pseudo_gradients import Exchange, PseudoGradients
+from lightning_dist.sync.local.settings import LocalUpdateSettings
+from lightning_dist.sync.local.shards import (
+    OuterState,
+    Read,
+    WorkerShards,
+    run_of,
+)
+from lightning_dist.sync.rules import require_effect
+
+log = get_logger(__name__)
+
+STATE_VERSION = 2
+
+
+class LocalUpdates:
+    """The outer steps of a model that is trained in local ones; see :func:`local_updates`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        schedule: LocalUpdateSettings,
+        *,
+        optimizers: Sequence[Optimizer],
+        settings: Settings,
+        network: Network,
+        outer_optimizer: OuterOptimizer | None = None,
+        outer_schedule: OuterSchedule | None = None,
+        synced: DistributedDataParallel | None = None,
+        ranks_per_worker: int = 1,
+        shards: WorkerShards | None = None,
+    ) -> None:
+        self.schedule, self.module, self._synced = schedule, module, synced
+        self.shards = shards
+        """Those of this rank's worker; None where the model is not sharded."""
+        named = {name_before_compile(name): p for name, p in module.named_parameters()}
+        self.reducer = Reducer(
+            {p: name for name, p in named.items()},
+            settings=settings,
+            network=network,
+            sharded=shards is not None,
+            in_order=shards is not None,  # FSDP launches collectives of its own
+        )
+        require_effect(
+            settings, self.reducer.names, says=network.rank == 0 and network.world_size > 1
+        )
+        for name, tensor in {**named, **self.buffers()}.items():
+            is_shard = isinstance(tensor, DTensor)
+            among = shards.between if shards is not None and is_shard else network
+            replicate({name: local_of(tensor.detach())}, among.data)
+        self.anchor = Anchor(
+            named,
+            schedule,
+            reducer=self.reducer,
+            among=network if shards is None else shards.between,
+            outer_optimizer=outer_optimizer,
+            outer_schedule=outer_schedule,
+        )
+        """Trained parameters as all workers know them."""
+        self._of_shards = None if shards is None else OuterState(shards, self.anchor)
+        self._gradients = PseudoGradients(
+            self.anchor,
+            self.reducer,
+            weigh_by=schedule.weigh_by,
+            ranks_per_worker=ranks_per_worker,
+            shards=shards,
+        )
+        self.attempted = 0
+        """Optimizer steps that were attempted so far."""
+        self.total_steps: int | None = None
+        """Optimizer steps of the whole training, if known; equal on all ranks.
+
+        After the last of them :meth:`step` calls :meth:`finish` in the place of an outer step. A
+        Trainer sets it.
+        """
+        self.after_step: list[Callable[[], None]] = []
+        """Called at the end of every :meth:`step`."""
+        self._exposed = 0.0  # seconds in exchanges since the anchor has moved
+        self._has_stepped = self._has_finished = False
+        self._optimizers = optimizers
+        for each in optimizers:
+            hook = each.register_step_pre_hook(untraced(self._before_optimizer))
+            self.reducer.at_close.append(hook.remove)
+        self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
+
+    @property
+    def outer_optimizer(self) -> Optimizer:
+        """Moves the anchor; another one when other parameters are trained."""
+        return self.anchor.optimizer
+
+    @property
+    def outer_scheduler(self) -> LRScheduler | None:
+        """Scheduler of its learning rate; None: constant."""
+        return self.anchor.scheduler
+
+    @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that local steps change, by name."""
+        return self.anchor.parameters
+
+    def _look(self) -> None:
+        """Note which parameters are trained now."""
+        if self.anchor.look() and self.shards is not None:
+            require_all_sharded(self.module, list(sharded_groups(self.module)))
+
+    def step(self, samples: float | None = None) -> bool:
+        """Count an attempted optimizer step; at the end of a window exchange. Collective then.
+
+        Every rank calls it as often, also where the optimizer was not stepped: a GradScaler that
+        has skipped a step, a worker without a batch.
+
+        Args:
+            samples: that this worker's step has used, or tokens; 0 where it was not stepped. For
+                ``weigh_by="samples"``.
+
+        Returns:
+            Whether the anchor has moved.
+
+        Raises:
+            ValueError: samples are needed and not given, or the other way round; or gradients are
+                there and no optimizer has stepped, as in the middle of accumulation.
+            RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before.
+        """
+        if not self._has_stepped:
+            own = (p.grad for p in self.trained.values() if p.grad is not None)
+            held = (g.coalesce().values() if g.is_sparse else local_of(g) for g in own)
+            gradients = sum(float(torch.linalg.vector_norm(each)) for each in held)
+            if self.shards is not None:
+                (gradients,) = self.shards.total(gradients)
+            require_stepped(gradients)
+        self._look()  # a worker without a batch has no step of an optimizer
+        if (samples is None) == (self.schedule.weigh_by == "samples"):
+            raise ValueError(
+                "step(samples=) must be given with weigh_by='samples', and only then, got "
+                f"{samples!r} with weigh_by={self.schedule.weigh_by!r}"
+            )
+        self._gradients.samples.seen += samples or 0.0
+        self.attempted += 1
+        begin = perf_counter()
+        if self.attempted == self.total_steps:
+            self.finish()
+            moved = True
+        else:
+            moved = self._exchange()
+        self._exposed += perf_counter() - begin
+        if moved:
+            self._gradients.metrics["outer/exposed_ms"] = self._exposed * 1e3
+            self._exposed = 0.0
+        for call in self.after_step:
+            call()
+        return moved
+
+    def _exchange(self) -> bool:
+        local = self.attempted - self.schedule.ddp_steps
+        if local < 0:
+            return False
+        if local == 0:  # the last step of plain DDP is over: the anchor is what all ranks have now
+            assert self._synced is not None
+            self._synced.require_backward_grad_sync = False
+            self.anchor_from_weights()
+            self.anchor.agree()
+            return False
+        number, under_way = self.schedule.fragment_at(local), self._gradients.under_way
+        # One that was saved under another schedule may be due after the next one begins.
+        moved = under_way is not None and (under_way.due <= local or number is not None)
+        if moved:
+            self._apply(self._gradients.take())
+        if number is not None and self.anchor.fragments[number].parameters:
+            due = local + self.schedule.overlap_steps
+            self._gradients.send(number, due=due, attempted=self.attempted)
+            if not self.schedule.overlap_steps:
+                self._apply(self._gradients.take())
+                moved = True
+        return moved
+
+    def wait(self) -> None:
+        """Wait for the exchange that is under way, if any; its mean is used when it is due."""
+        if self._gradients.under_way is not None:
+            self._gradients.wait()
+
+    def finish(self) -> None:
+        """End the training: every worker gets the mean of all. Collective.
+
+        The mean of the workers' own weights, uncompressed, without outer learning rate and
+        momentum: after a learning rate that has decayed to 0 a step of momentum overshoots, and the
+        residual of a sparse codec has many windows, which one step must not apply at once. Where no
+        worker has changed its weights since the last outer step, nothing is exchanged.
+        """
+        local = self.attempted - self.schedule.ddp_steps
+        if local < 0:
+            return
+        few = "" if self._has_finished else self.schedule.few(local)
+        if few and self.reducer.network.rank == 0:
+            log.warning("%s", few)
+        self._has_finished = True
+        is_under_way = self._gradients.under_way is not None
+        if is_under_way:
+            self._gradients.take()  # not used: the workers' own weights have all that it is of
+        self.anchor.agree()
+        if not is_under_way and not self._has_changed():
+            return
+        for number, fragment in enumerate(self.anchor.fragments):
+            if fragment.parameters:
+                exchange = self._gradients.average(number, attempted=self.attempted)
+                self._apply(exchange, mean_only=True)
+
+    @contextmanager
+    def anchor_weights(self) -> Iterator[None]:
+        """The anchor's weights in the model, equal on all ranks, for an evaluation.
+
+        Buffers stay the worker's own; running statistics were averaged at the last outer step.
+        """
+        # They are there, as in a validation that saves, or before the first local step.
+        if self._set_aside is not None or self._is_ddp:
+            yield
+            return
+        self._set_aside = self.worker_weights()
+        self.start_from_anchor()
+        try:
+            yield
+        finally:
+            own, self._set_aside = self._set_aside, None
+            self.load_worker(own, {})
+
+    def worker_weights(self) -> dict[str, Tensor]:
+        """This worker's own trained parameters by name, also inside :meth:`anchor_weights`.
+
+        Of a sharded model the shards of this rank.
+        """
+        if self._set_aside is not None:
+            return self._set_aside
+        return {name: p.detach().clone() for name, p in self.trained.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This worker's own buffers by name."""
+        return {name_before_compile(n): each for n, each in self.module.named_buffers()}
+
+    def anchor_state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict`` with the anchor in the place of trained parameters."""
+        self._follow_ddp()
+        return self.anchor.state_dict_of(self.module)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last outer step, for a logger; empty before it.
+
+        ``outer/pseudo_gradient_norm``: of the mean; ``outer/drift``: root mean square of the
+        workers' own norms; ``outer/cosine``: mean cosine between two workers' pseudo-gradients,
+        weighted by their norms (two workers or more); ``outer/workers``: those whose weights were
+        finite, which alone take part; ``outer/samples`` of all workers, where they count by them;
+        ``outer/lr``: learning rate of the outer optimizer; ``outer/exposed_ms``: time that
+        :meth:`step` took since the outer step before, with ``overlap_steps`` what is not hidden.
+        """
+        return dict(self._gradients.metrics)
+
+    def comm_stats(self) -> Mapping[str, Any]:
+        """Bytes this rank sent, as of ``Reducer.comm_stats``; a step is one fragment's exchange."""
+        return self.reducer.comm_stats()
+
+    def close(self) -> None:
+        """Exchange nothing more."""
+        self.reducer.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State that the workers share, and their residuals, on rank 0; None elsewhere. Collective.
+
+        Parameters and optimizers differ between workers inside a window: each saves its own. Of a
+        sharded model the state has whole parameters, and any number of shards loads it.
+        """
+        state = {**self._shared_state(), "residuals": self.reducer.state_dict()}
+        if self._of_shards is not None:
+            state = self._of_shards.whole(state)
+        return None if self.reducer.network.rank else state
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with residuals and shards left there. Collective.
+
+        They are empty memory in the state; the stripes say which part of each this rank has.
+        """
+        state = self._shared_state()
+        state["residuals"], stripes = self.reducer.striped_state_dict()
+        if self._of_shards is not None:
+            state, of_shards = self._of_shards.striped(state)
+            stripes = [*stripes, *of_shards]
+        return state, stripes
+
+    def _shared_state(self) -> dict[str, Any]:
+        """All of the state but residuals. Collective."""
+        exchange, trained = self._gradients.state_dict(), self.anchor.agree()
+        self._follow_ddp()
+        return {
+            "version": STATE_VERSION,
+            "attempted": self.attempted,
+            "anchor": {
+                name: anchor.detach().cpu().clone() for name, anchor in self.anchor.tensors.items()
+            },
+            "outer_optimizer": self.outer_optimizer.state_dict(),
+            "outer_schedule": self.outer_scheduler and self.outer_scheduler.state_dict(),
+            "trained": trained,
+            **exchange,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, the same object on every rank. Collective.
+
+        Load the worker's own parameters and optimizer first; a new worker, which has none, calls
+        :meth:`start_from_anchor` afterwards. With another number of workers each has the mean
+        residual.
+
+        Raises:
+            ValueError: the state is of another version or model.
+        """
+        require_mapping(state)
+        self.load_own_state(self.own_state(state))
+
+    def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> Mapping[str, Any]:
+        """This rank's part of :meth:`state_dict`, whose parameters are trained from now on.
+
+        Args:
+            read: gives a part of a tensor of ``state``, which may be in a file.
+
+        Raises:
+            ValueError: the state is of another version or model.
+        """
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"The state must be of version {STATE_VERSION}, got {state['version']!r}; resume "
+                "with the release of lightning_dist that has saved it"
+            )
+        self.anchor.restart(state["anchor"].keys(), trained=state["trained"])
+        if self._of_shards is None:
+            return state
+        return self._of_shards.own(state, rows=self.reducer.network.rows, read=read)
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`own_state`. Collective."""
+        with torch.no_grad():
+            for name, anchor in self.anchor.tensors.items():
+                anchor.copy_(state["anchor"][name])
+        self.outer_optimizer.load_state_dict(state["outer_optimizer"])
+        if self.outer_scheduler and state.get("outer_schedule"):
+            self.outer_scheduler.load_state_dict(state["outer_schedule"])
+        self.attempted = int(state["attempted"])
+        self.reducer.load_state_dict(state["residuals"])
+        self._gradients.load_state_dict(state)
+        if self._synced is not None:
+            self._synced.require_backward_grad_sync = self._is_ddp
+
+    @torch.no_grad()
+    def load_worker(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Give this worker its own weights and buffers of before.
+
+        Of a sharded model those of this rank.
+        """
+        held = self.buffers()
+        reshard(self.module)
+        for name, value in weights.items():
+            local_of(self.trained[name].detach()).copy_(local_of(value))
+        for name, value in buffers.items():
+            held[name_before_compile(name)].copy_(value)
+
+    def start_from_anchor(self) -> None:
+        """Give this worker the anchor's weights."""
+        reshard(self.module)
+        for parameter, anchor in self.anchor.pairs():
+            _take_anchor(parameter, anchor)
+
+    def anchor_from_weights(self) -> None:
+        """Let the anchor be the model's weights, which must be equal on all ranks."""
+        self.anchor.from_weights()
+
+    @property
+    def _is_ddp(self) -> bool:
+        """True while plain DDP keeps the models of all ranks equal: they are the anchor."""
+        return self.attempted < self.schedule.ddp_steps
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it is the model that is trained, in DDP or not."""
+        return getattr(module, "module", module) is self.module or module is self.module
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._has_stepped and not any(each["lr"] for each in optimizer.param_groups):
+            return  # changes nothing: torch makes the state for a checkpoint by such a step
+        if not self._has_stepped and not self.attempted and self._differs_from_anchor():
+            raise ValueError(
+                "The model's weights must be those of local_updates() before the first step, and "
+                "have been changed since; load them before, or call anchor_from_weights() once "
+                "all ranks have loaded the same"
+            )
+        self._has_stepped = True
+        self._look()
+
+    @torch.no_grad()
+    def _differs_from_anchor(self) -> bool:
+        """True if the weights of this rank differ from the anchor."""
+        return not self._is_ddp and any(
+            not torch.equal(own_part(p).to(anchor.dtype), anchor.to(p.device))
+            for p, anchor in self.anchor.pairs()
+        )
+
+    def _has_changed(self) -> bool:
+        """True if the weights of any worker differ from the anchor. Collective."""
+        network, changed = self.reducer.network, self._differs_from_anchor()
+        flag = torch.tensor([changed], dtype=torch.int32, device=network.device)
+        network.control.all_reduce(flag).wait()
+        return bool(flag)
+
+    @torch.no_grad()
+    def _apply(self, exchange: Exchange, *, mean_only: bool = False) -> None:
+        """Take an outer step; ``mean_only`` without the outer optimizer and mixing."""
+        fragment = exchange.fragment
+        if exchange.trained is not None and not mean_only:
+            self.anchor.follow(exchange.trained, fragment)
+        if exchange.number == 0:  # once a window; first, as a lost peer must leave all as it is
+            held = list(self.module.buffers())
+            average_buffers(held, self.reducer.network, share=self._gradients.share)
+        for _, anchor, part in fragment.rows():
+            own = part.shaped(part.of(exchange.mean)).to(anchor.device)
+            if mean_only:
+                anchor.sub_(own)
+            else:
+                anchor.grad = own
+        if not mean_only:
+            self.outer_optimizer.step()
+            self._gradients.metrics["outer/lr"] = self.outer_optimizer.param_groups[0]["lr"]
+            if self.outer_scheduler and exchange.number == self.anchor.last:
+                self.outer_scheduler.step()  # all fragments of a window have one rate
+        reshard(self.module)
+        exchanged = self.anchor.names
+        for parameter, anchor, part in fragment.rows():
+            anchor.grad = None
+            # Workers keep nothing of their own of what is frozen, and exchanged no more.
+            mixes = not mean_only and part.name in exchanged
+            _take_anchor(parameter, anchor, keep=self.schedule.mixing if mixes else 0.0)
+        if exchange.lost:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Give this worker, which was not finite, the anchor as a whole and moments of its own.
+
+        One fragment is not enough: what is not finite in another would be in all gradients.
+        """
+        self.start_from_anchor()
+        for state in (of for optimizer in self._optimizers for of in optimizer.state.values()):
+            moments = (each for each in state.values() if isinstance(each, Tensor))
+            if not all(bool(local_of(each).isfinite().all()) for each in moments):
+                state.clear()  # the optimizer makes it anew
+
+    def _follow_ddp(self) -> None:
+        """Let the anchor be what plain DDP has made of the model, while it does."""
+        if self._is_ddp:
+            self.anchor.from_weights()
+
+
+@torch.no_grad()
+def _take_anchor(parameter: Tensor, anchor: Tensor, *, keep: float = 0.0) -> None:
+    """Give a worker's parameter the anchor's weights, mixed with ``keep`` of its own."""
+    own = own_part(parameter)
+    if not keep:
+        own.copy_(anchor)
+        return
+    there = anchor.to(own.device)
+    mixed = torch.lerp(there, own.to(anchor.dtype), keep)
+    own.copy_(torch.where(mixed.isfinite(), mixed, there))

@@ -1,0 +1,241 @@
+"""Pseudo-gradients: what a worker has changed of a fragment, sent and averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dist.base.log import get_logger
+from lightning_dist.ranks.traffic import ring_allreduce
+from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.sync.local.anchor import Anchor
+from lightning_dist.sync.local.fragments import Fragment, own_part
+from lightning_dist.sync.local.settings import Weight
+from lightning_dist.sync.local.shards import WorkerShards
+
+log = get_logger(__name__)
+
+
+@dataclass
+class Exchange:
+    """A pseudo-gradient that is under way, or has landed and is not used yet."""
+
+    number: int  # of the fragment among those that take turns
+    fragment: Fragment
+    due: int  # the local step after which its mean is used
+    mean: Tensor  # flat; before it is there, this rank's pseudo-gradient
+    share: float = 0.0  # of a worker that this rank is; 0: it takes no part
+    weight: float = 0.0  # in the mean
+    squares: float = 0.0  # this rank's summand of the sum over workers of weight**2 * norm**2
+    usual: float = 1.0  # mean weight of all ranks, about; equal on all of them
+    trained: Sequence[bool] | None = None  # parameters of the model, by any worker; None: unknown
+    handle: Handle | None = None  # None: the mean is there
+    lost: bool = False  # this worker's weights are not finite: it begins again from the anchor
+
+
+class _Samples:
+    """Samples of this worker, and how many of them each fragment's last exchange had."""
+
+    def __init__(self, fragments: int) -> None:
+        self.seen = 0.0
+        self.sent = [0.0] * fragments
+        self.usual = 0.0  # of a worker in the last exchange; 0: there was none
+
+    def take(self, fragment: int) -> float:
+        """Samples since the last exchange of ``fragment``, which count in this one."""
+        since, self.sent[fragment] = self.seen - self.sent[fragment], self.seen
+        return since
+
+
+class PseudoGradients:
+    """One exchange at a time of ``anchor - weights`` of a fragment, averaged over the workers.
+
+    Args:
+        anchor: of the model.
+        reducer: which averages.
+        weigh_by: what a worker counts by.
+        ranks_per_worker: ranks of this rank's worker, which may differ between workers.
+        shards: of this rank's worker; None: each rank of it has a whole pseudo-gradient.
+    """
+
+    def __init__(
+        self,
+        anchor: Anchor,
+        reducer: Reducer,
+        *,
+        weigh_by: Weight,
+        ranks_per_worker: int = 1,
+        shards: WorkerShards | None = None,
+    ) -> None:
+        self._anchor, self._reducer, self._weigh_by = anchor, reducer, weigh_by
+        self._shards = shards
+        self.share = 1 / ranks_per_worker
+        """Of a worker that this rank is."""
+        self._usual_share = self._mean_of(self.share)
+        self.flat = self._zeros(max(each.numel for each in anchor.fragments))
+        for each in anchor.fragments:
+            reducer.reserve(each.slices, anchor.dtype)
+        self.samples = _Samples(len(anchor.fragments))
+        self.under_way: Exchange | None = None
+        self.metrics: dict[str, float] = {}
+        """Of the last exchange."""
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self._anchor.dtype, device=self._reducer.network.device)
+
+    def send(self, number: int, *, due: int, attempted: int) -> None:
+        """Start to average a fragment's.
+
+        Args:
+            due: local step after which the mean is used.
+            attempted: optimizer steps of this worker so far.
+        """
+        exchange = self._prepare(number, due=due, attempted=attempted)
+        slices = exchange.fragment.slices
+        exchange.handle = self._reducer.start(exchange.mean, slices, key=number)
+        self._reducer.finish()
+        self.under_way = exchange
+
+    def average(self, number: int, *, attempted: int) -> Exchange:
+        """Average a fragment's now, uncompressed and without residuals."""
+        exchange = self._prepare(number, due=0, attempted=attempted)
+        flat = exchange.mean
+        stats = self._reducer.stats
+        network = self._reducer.network if self._shards is None else self._shards.between
+        network.data.all_reduce(flat).wait()
+        flat.div_(network.world_size)
+        sent = ring_allreduce(flat.nbytes, network.topology)
+        stats.record("none", sent.total, sent)
+        stats.end_step()
+        self._complete(exchange)
+        return exchange
+
+    @torch.no_grad()
+    def _prepare(self, number: int, *, due: int, attempted: int) -> Exchange:
+        """This rank's pseudo-gradient of a fragment, times its weight over the usual one."""
+        fragment = self._anchor.fragments[number]
+        trained = self._anchor.begin_exchange(fragment)
+        if fragment.numel > len(self.flat):
+            self.flat = self._zeros(fragment.numel)
+        flat = self.flat[: fragment.numel]
+        exchange = Exchange(number, fragment, due, flat, trained=trained)
+        for parameter, anchor, part in fragment.rows():
+            difference = part.shaped(part.of(flat))
+            there = anchor.to(difference.device)
+            torch.sub(there, own_part(parameter).to(anchor.dtype), out=difference)
+        weight, exchange.usual = self.share, self._usual_share
+        if self._weigh_by == "samples":
+            weight = self.samples.take(number)
+            exchange.usual = self.samples.usual or self._mean_of(weight)
+        squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+        if self._shards is not None:  # they have one weight, and all take part or none
+            squares, samples = self._shards.total(squares, weight)
+            if self._weigh_by == "samples":
+                weight = samples / self._shards.size
+        if not squares < float("inf"):  # or NaN
+            flat.zero_()  # this worker goes on from the anchor, and the others without it
+            log.warning(
+                "The weights of this worker are not finite after %d optimizer steps: it skips this "
+                "exchange and continues from the anchor, without the optimizer state that is not "
+                "finite",
+                attempted,
+            )
+            exchange.lost = True
+            return exchange
+        if weight != exchange.usual:
+            flat.mul_(weight / exchange.usual)
+        exchange.share, exchange.weight = self.share, weight
+        # The ranks of a worker have the same pseudo-gradient, and sum up to its weight.
+        exchange.squares = squares * weight**2 / self.share
+        return exchange
+
+    def wait(self) -> Exchange:
+        """Pseudo-gradients sent, with their mean over participating workers once it is there."""
+        exchange = self.under_way
+        assert exchange is not None
+        if exchange.handle is not None:
+            exchange.handle.done.wait()
+            self._complete(exchange)
+            exchange.handle = None  # last: a mean whose weights did not arrive is not used
+        return exchange
+
+    def take(self) -> Exchange:
+        """:meth:`wait`, after which nothing is under way."""
+        taken, self.under_way = self.wait(), None
+        return taken
+
+    def _complete(self, exchange: Exchange) -> None:
+        """Divide by the weights of the workers that are finite, and note the metrics."""
+        network, mean = self._reducer.network, exchange.mean
+        own = [exchange.share, exchange.weight, exchange.squares, *(exchange.trained or ())]
+        totals = torch.tensor(own, dtype=torch.float64).to(network.device)
+        network.control.all_reduce(totals).wait()
+        shares, weight, squares, *trained = totals.tolist()
+        exchange.trained = [each > 0 for each in trained]
+        workers = float(round(shares))  # a third of a worker is rounded
+        expected = network.world_size * exchange.usual
+        if weight not in (0.0, expected):
+            mean.mul_(expected / weight)
+        squares *= (shares / weight) ** 2 if weight else 0.0
+        of_mean = float(torch.linalg.vector_norm(mean, dtype=torch.float64)) ** 2
+        if self._shards is not None:
+            (of_mean,) = self._shards.total(of_mean)
+        self.metrics = {
+            "outer/pseudo_gradient_norm": of_mean**0.5,
+            "outer/drift": (squares / max(workers, 1)) ** 0.5,
+            "outer/workers": workers,
+        }
+        if self._weigh_by == "samples":
+            self.metrics["outer/samples"] = weight
+            self.samples.usual = weight / network.world_size or exchange.usual
+        if workers > 1 and squares:
+            cosine = (workers**2 * of_mean - squares) / ((workers - 1) * squares)
+            self.metrics["outer/cosine"] = cosine
+
+    def _mean_of(self, own: float) -> float:
+        """The mean of a figure of all ranks; 1 where it is 0. Collective."""
+        network = self._reducer.network
+        total = torch.tensor([own], dtype=torch.float64, device=network.device)
+        network.control.all_reduce(total).wait()
+        return float(total) / network.world_size or 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean that is not used yet, and samples of all workers; equal on all. Collective."""
+        saved = None
+        if self.under_way is not None:
+            sent = self.wait()
+            saved = {
+                "fragment": sent.number,
+                "names": [part.name for part in sent.fragment.slices],
+                "due": sent.due,
+                "mean": sent.mean.cpu().clone(),
+            }
+        return {"exchange": saved, "samples": self._gather_samples()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; a worker that was not there has no samples."""
+        network, rows = self._reducer.network, state["samples"]["workers"]
+        count = len(self._anchor.fragments)
+        self.samples = _Samples(count)
+        self.samples.usual = float(state["samples"]["usual"])
+        if network.rank < len(rows) and rows.shape[1] == 1 + count:
+            self.samples.seen, *self.samples.sent = rows[network.rank].tolist()
+        self.under_way, saved = None, state["exchange"]
+        if saved is not None:
+            fragment = self._anchor.fragment_of(saved["names"])
+            mean = saved["mean"].to(self.flat, copy=True)
+            self.under_way = Exchange(int(saved["fragment"]), fragment, int(saved["due"]), mean)
+
+    def _gather_samples(self) -> dict[str, Any]:
+        """Counts of all workers, on all ranks. Collective."""
+        network, counts = self._reducer.network, self.samples
+        rows = torch.zeros(network.world_size, 1 + len(counts.sent), dtype=torch.float64)
+        rows[network.rank] = torch.tensor([counts.seen, *counts.sent], dtype=torch.float64)
+        rows = rows.to(network.device)
+        network.control.all_reduce(rows).wait()
+        return {"workers": rows.cpu(), "usual": counts.usual}

@@ -1,0 +1,306 @@
+"""Workers whose ranks hold a model in shards, as ``fully_shard`` (FSDP2) has made them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_dist.base.private import map_tensors
+from lightning_dist.ranks import host_name
+from lightning_dist.ranks.channel import Channel
+from lightning_dist.ranks.facts import all_facts
+from lightning_dist.ranks.levels import Nodes
+from lightning_dist.reducer.network import Network, Rows
+from lightning_dist.reducer.parts import Held, Stripes
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.sync.fsdp.checks import require_all_sharded, sharded_groups
+from lightning_dist.sync.fsdp.tensor_parts import ROWS
+from lightning_dist.sync.local.anchor import Anchor
+
+
+def workers_of(
+    module: nn.Module, settings: Settings, *, groups: object, device: torch.device
+) -> Nodes | None:
+    """Ranks of each worker of a sharded model; None where each rank has all of it. Collective.
+
+    Raises:
+        ValueError: a model that is not sharded as a whole over the ranks of a node, or settings
+            that would group ranks in another way.
+    """
+    if not any(isinstance(each, DTensor) for each in module.parameters()):
+        return None
+    found = list(sharded_groups(module))
+    require_all_sharded(module, found)
+    trained = [each for each in module.parameters() if each.requires_grad]
+    if any(each.device_mesh.ndim > 1 for each in trained if isinstance(each, DTensor)):
+        raise ValueError(
+            "Local updates need a model that is sharded over one dimension, got one with tensor "
+            "parallelism; leave parallelize_module out, or use lightning_dist.compress_fsdp"
+        )
+    given = {
+        "groups": groups is not None,
+        "ranks_per_node": settings.ranks_per_node is not None,
+        "rank_groups": settings.rank_groups is not None,
+        "hierarchical": settings.hierarchical != "auto",
+        "a codec inside a node": not settings.intra.lossless,
+    }
+    if any(given.values()):
+        raise ValueError(
+            "The ranks of a worker are those of the mesh of fully_shard, where FSDP reduces "
+            f"gradients itself, got {', '.join(n for n, is_given in given.items() if is_given)}; "
+            "leave it out"
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    own = {tuple(dist.get_process_group_ranks(group.group)) for group in found}
+    facts = all_facts({"ranks": sorted(own), "node": host_name()}, group=world, device=device)
+    if any(len(fact["ranks"]) > 1 for fact in facts):
+        raise ValueError(
+            f"All parameters must be sharded over the same ranks, got {facts[0]['ranks']}; call "
+            "fully_shard with one mesh"
+        )
+    workers = tuple(dict.fromkeys(tuple(fact["ranks"][0]) for fact in facts))
+    _require_workers_of_nodes(workers, [fact["node"] for fact in facts])
+    return workers
+
+
+def _require_workers_of_nodes(workers: Nodes, nodes: Sequence[str]) -> None:
+    if len(workers) == 1:
+        raise ValueError(
+            "Local updates need several workers, got a model that is sharded over all "
+            f"{len(nodes)} ranks; call fully_shard over the ranks of a node: mesh['shard'] of "
+            "init_device_mesh(device, (nodes, ranks), mesh_dim_names=('replicate', 'shard'))"
+        )
+    if len({len(ranks) for ranks in workers}) > 1:
+        raise ValueError(
+            "Workers must have equally many ranks, so that shards are equal, got "
+            f"{[len(ranks) for ranks in workers]}; shard over as many ranks of every node"
+        )
+    assert sorted(chain(*workers)) == list(range(len(nodes))), "a rank has one group of shards"
+    places = [{nodes[rank] for rank in ranks} for ranks in workers]
+    for index, own in enumerate(places):
+        others = set[str]().union(*places[:index], *places[index + 1 :])
+        if len(own) > 1 and own & others:
+            raise ValueError(
+                "A model must be sharded inside a node, where FSDP communicates in every step, got "
+                f"the ranks {list(workers[index])} of the nodes {sorted(own)}, on which other "
+                "workers have ranks too; call fully_shard with mesh['shard'], whose ranks are "
+                "those of one node"
+            )
+
+
+class WorkerShards:
+    """The shards of this rank's worker.
+
+    Args:
+        network: of all ranks, its nodes being the workers.
+    """
+
+    def __init__(self, network: Network) -> None:
+        assert network.intra is not None
+        assert network.intra.inter is not None, "every rank goes on with its shard"
+        self.between = network.intra.inter
+        """Network of the ranks that hold the same shard."""
+        group = network.intra.data.group
+        self._inside = Channel(group, name="control", limit=network.limit)
+        self._device = network.device
+        self.rank, self.size = group.rank(), group.size()
+
+    def total(self, *own: float) -> list[float]:
+        """Sums over the ranks of the worker. Collective among them."""
+        totals = torch.tensor(own, dtype=torch.float64, device=self._device)
+        self._inside.all_reduce(totals).wait()
+        found: list[float] = totals.tolist()
+        return found
+
+    def objects(self, own: Any) -> list[Any] | None:
+        """Objects of all ranks of the worker, on its first rank; None elsewhere. Collective."""
+        found = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(own, found, group=self._inside.group, group_dst=0)
+        return found
+
+    def gather(self, tree: Any) -> Any:
+        """Nested collections with whole tensors in the place of shards, on the worker's first rank.
+
+        Tensors without dimensions are equal on all ranks. Collective among the worker's ranks; the
+        tensors of other ranks are those that they had.
+        """
+        shards: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            if not tensor.dim():
+                return tensor.detach().cpu().clone()
+            shards.append(tensor.detach().cpu())
+            return shards[-1]
+
+        tree = map_tensors(keep, tree)
+        gathered = self.objects(shards)
+        if gathered is None:
+            return tree
+        wholes = map(torch.cat, zip(*gathered, strict=True))
+        return map_tensors(lambda each: next(wholes) if each.dim() else each, tree)
+
+
+Read: TypeAlias = Callable[[Tensor, int, int], Tensor]
+"""``read(whole, start, numel)`` gives these elements, flat; of a tensor in a file only these."""
+
+
+def run_of(whole: Tensor, start: int, numel: int) -> Tensor:
+    """The same of a tensor in memory."""
+    return whole.reshape(-1)[start : start + numel]
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """State of outer steps on shards, from and to that of whole parameters.
+
+    Args:
+        shards: of this rank's worker.
+        anchor: of the model.
+    """
+
+    shards: WorkerShards
+    anchor: Anchor
+
+    def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` with whole parameters, on the worker's first rank. Collective in it.
+
+        Raises:
+            ValueError: the outer optimizer has state of another shape than its parameters.
+        """
+        self._require_shapes(state)
+        exchange, mean = state["exchange"], []
+        if exchange is not None:
+            parts = self.anchor.fragment_of(exchange["names"]).slices
+            mean = [part.shaped(part.of(exchange["mean"])) for part in parts]
+        whole = self.shards.gather(
+            {"anchor": state["anchor"], "outer_optimizer": state["outer_optimizer"], "mean": mean}
+        )
+        mean = whole.pop("mean")
+        if exchange is not None:
+            exchange = {**exchange, "mean": torch.cat([each.reshape(-1) for each in mean])}
+        return {**state, **whole, "exchange": exchange}
+
+    def striped(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`whole` on every rank, with shards left where they are.
+
+        The workers have the same ones, and an equal share of them each in the stripes.
+        """
+        self._require_shapes(state)
+        stripes: list[Stripes] = []
+        share, of = self.shards.between.rank, self.shards.between.world_size
+
+        def runs(part: ParameterSlice, own: Tensor, *, before: int = 0) -> list[tuple[int, Tensor]]:
+            low, high = own.numel() * share // of, own.numel() * (share + 1) // of
+            return [(before + part.start + low, own.reshape(-1)[low:high])] if low < high else []
+
+        def placed(own: Tensor, part: ParameterSlice) -> Tensor:
+            rows = part.whole // max(1, prod(part.shape[1:]))
+            whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype)
+            stripes.append(Stripes(whole, tuple(runs(part, own))))
+            return whole
+
+        changed = self._changed(state, placed)
+        exchange = state["exchange"]
+        if exchange is not None:
+            own, before, mean = list[tuple[int, Tensor]](), 0, exchange["mean"]
+            for part in self.anchor.fragment_of(exchange["names"]).slices:
+                own += runs(part, part.of(mean), before=before)
+                before += part.whole
+            exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype)}
+            stripes.append(Stripes(exchange["mean"], tuple(own)))
+        return {**state, **changed, "exchange": exchange}, stripes
+
+    def own(self, state: Mapping[str, Any], *, rows: Rows, read: Read) -> dict[str, Any]:
+        """This rank's part of :meth:`whole`.
+
+        Args:
+            rows: of the residuals, of which this rank has a part of one.
+            read: gives a part of a tensor that may be in a file.
+        """
+        taken = partial(_part_of, read=read)
+        changed = self._changed(state, taken)
+        exchange = state["exchange"]
+        if exchange is not None:
+            parts = self.anchor.fragment_of(exchange["names"]).slices
+            wholes = exchange["mean"].split([part.whole for part in parts])
+            own = [taken(each, part).reshape(-1) for each, part in zip(wholes, parts, strict=True)]
+            exchange = {**exchange, "mean": torch.cat(own)}
+        by_name = self._parts
+        residuals = {
+            key: {name: _held(each, by_name.get(name), rows, read) for name, each in value.items()}
+            if key in ROWS
+            else value
+            for key, value in state["residuals"].items()
+        }
+        return {**state, **changed, "exchange": exchange, "residuals": residuals}
+
+    @property
+    def _parts(self) -> dict[str, ParameterSlice]:
+        """This rank's parts by name."""
+        return {part.name: part for each in self.anchor.fragments for part in each.slices}
+
+    @property
+    def _anchors(self) -> list[Tensor]:
+        """In the order of the numbers in the optimizer's state."""
+        return [each for group in self.anchor.optimizer.param_groups for each in group["params"]]
+
+    def _changed(
+        self, state: Mapping[str, Any], change: Callable[[Tensor, ParameterSlice], Tensor]
+    ) -> dict[str, Any]:
+        """Anchor and optimizer's state, with ``change(held, part)`` for what is held of a part."""
+        by_name, saved = self._parts, state["outer_optimizer"]
+        anchors = {name: change(held, by_name[name]) for name, held in state["anchor"].items()}
+        parts: dict[Tensor, ParameterSlice] = {}
+        for fragment in self.anchor.fragments:
+            parts.update(zip(fragment.anchors, fragment.slices, strict=True))
+        of_anchors = {
+            index: {
+                key: change(held, parts[each]) if isinstance(held, Tensor) and held.dim() else held
+                for key, held in saved["state"][index].items()
+            }
+            for index, each in enumerate(self._anchors)
+            if index in saved["state"]
+        }
+        return {"anchor": anchors, "outer_optimizer": {**saved, "state": of_anchors}}
+
+    def _require_shapes(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the optimizer keeps what can be put together of shards."""
+        for index, anchor in enumerate(self._anchors):
+            for key, held in state["outer_optimizer"]["state"].get(index, {}).items():
+                if isinstance(held, Tensor) and held.dim() and held.shape != anchor.shape:
+                    raise ValueError(
+                        "State of the outer optimizer must have the shape of its parameter to be "
+                        f"put together from shards, got {key!r} of "
+                        f"{type(self.anchor.optimizer).__name__}; use SGD or AdamW"
+                    )
+
+
+def _held(saved: Tensor, part: ParameterSlice | None, rows: Rows, read: Read) -> Tensor | Held:
+    """This rank's part of a residual's row that is in a file, or of the mean of all rows."""
+    count, whole = saved.shape
+    if not saved.is_meta or part is None or part.whole != whole:  # the last is refused later
+        return saved
+    taken = [rows.own] if count == rows.count else range(count)
+    found = [read(saved, row * whole + part.start, part.numel) for row in taken]
+    loaded = sum(found[1:], found[0]) / len(found)
+    return Held(whole, saved.dtype, loaded=loaded, start=part.start)
+
+
+def _part_of(whole: Tensor, part: ParameterSlice, *, read: Read) -> Tensor:
+    if whole.numel() != part.whole:
+        raise ValueError(
+            f"The state of {part.name!r} has {whole.numel()} elements, the parameter {part.whole}; "
+            "use the model that it was saved with"
+        )
+    return read(whole, part.start, part.numel).view(part.shape)

@@ -1,0 +1,170 @@
+"""State of a training in local steps as one object: what the workers share, and each one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_dist.base.private import map_tensors
+from lightning_dist.reducer.parts import Stripes
+from lightning_dist.sync.fsdp.replicas import local_of
+from lightning_dist.sync.local.fragments import first_row
+from lightning_dist.sync.local.outer_steps import LocalUpdates
+
+NOT_SHARDED = (
+    "format='sharded' needs the same state on all ranks, and with local steps every worker has its "
+    "own optimizer state; use format='single'"
+)
+
+
+class WorkerStates:
+    """State of all workers, for what saves one object for all ranks.
+
+    A checkpoint of rank 0 alone would have the weights and moments of one worker. 12 bytes per
+    parameter and worker with Adam.
+
+    Args:
+        updates: their outer steps.
+        optimizers: of this worker, always in the same order.
+        scaler: of this worker, which skips steps of its own.
+
+    Raises:
+        ValueError: the model is sharded.
+    """
+
+    _takes_shards = False
+
+    def __init__(
+        self,
+        updates: LocalUpdates,
+        optimizers: Sequence[Optimizer],
+        *,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        if updates.shards is not None and not self._takes_shards:
+            raise ValueError(
+                "LocalUpdateStrategy, Accelerate and ElasticLoop save workers whose ranks have the "
+                "whole model, got one that fully_shard has sharded; use "
+                "LocalUpdateModelParallelStrategy with Lightning or Fabric, or call "
+                "lightning_dist.local_updates in a loop of your own, and save its state_dict() and "
+                "the model and optimizer of every rank"
+            )
+        self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
+
+        Every worker sends its own to rank 0.
+        """
+        network = self._updates.reducer.network
+        shared = self._updates.state_dict()
+        own = map_tensors(lambda each: each.detach().cpu(), self._own())
+        workers = [None] * network.world_size if network.rank == 0 else None
+        dist.gather_object(own, workers, group=network.data.group, group_dst=0)
+        return None if shared is None else {"shared": shared, "workers": workers}
+
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+        """:meth:`state_dict` on every rank, with the tensors of each worker left where they are.
+
+        They are empty memory in the state; the stripes say which of them this rank has. Only their
+        shapes and what is no tensor are communicated.
+        """
+        network = self._updates.reducer.network
+        shared, stripes = self._updates.striped_state_dict()
+        own = self._own()
+        of_ranks: list[Any] = [None] * network.world_size
+        dist.all_gather_object(of_ranks, described(own), group=network.data.group)
+        workers = [
+            placed(each, own if rank == network.rank else None, stripes)
+            for rank, each in enumerate(of_ranks)
+        ]
+        return {"shared": shared, "workers": workers}, stripes
+
+    def _own(self) -> dict[str, Any]:
+        own = {
+            "parameters": self._updates.worker_weights(),
+            "buffers": self._updates.buffers(),
+            "optimizer_states": [each.state_dict() for each in self._optimizers],
+        }
+        return own if self._scaler is None else {**own, "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, the same object on every rank. Collective.
+
+        With another number of workers those that were there go on where they were, whatever ranks
+        they are now; those who join take the anchor, and moments of a worker of before. Those who
+        leave take with them what they have not sent. All have the mean residual.
+
+        Raises:
+            ValueError: see :meth:`LocalUpdates.load_state_dict`.
+        """
+        self.load_own_state(self.own_state(state))
+
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This worker's part of :meth:`state_dict`."""
+        rank, workers = self._updates.reducer.network.rank, state["workers"]
+        own = workers[rank % len(workers)]
+        buffers = own["buffers"]  # of a sharded worker those of each of its ranks
+        return {
+            "shared": self._updates.own_state(state["shared"]),
+            "buffers": buffers if isinstance(buffers, Mapping) else buffers[0],
+            "optimizer_states": own["optimizer_states"],
+            "scaler": own.get("scaler"),
+            "parameters": own["parameters"] if rank < len(workers) else None,
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`own_state`. Collective."""
+        for optimizer, saved in zip(self._optimizers, state["optimizer_states"], strict=True):
+            optimizer.load_state_dict(saved)
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self._updates.load_own_state(state["shared"])
+        if state["parameters"] is not None:
+            self._updates.load_worker(state["parameters"], state["buffers"])
+        else:
+            self._updates.start_from_anchor()
+
+
+def described(tree: Any) -> Any:
+    """``tree`` with tensors that have only their shape and dtype."""
+    return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"), tree)
+
+
+def placed(tree: Any, own: Any, stripes: list[Stripes], *, alone: bool = True) -> Any:
+    """Empty memory for what is ``described``, with what this rank has of it in ``stripes``.
+
+    Args:
+        own: what was described, on the rank that has it; None elsewhere.
+        alone: what is not sharded is written by this rank.
+    """
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, own)
+    held = iter(tensors)
+
+    def empty(like: Tensor) -> Tensor:
+        whole = torch.empty(like.shape, dtype=like.dtype)
+        stripes.append(Stripes(whole, () if own is None else _runs(next(held), alone=alone)))
+        return whole
+
+    return map_tensors(empty, tree)
+
+
+def _runs(tensor: Tensor, *, alone: bool) -> tuple[tuple[int, Tensor], ...]:
+    """Elements of a whole tensor that this rank writes: its shard, or all if it is ``alone``."""
+    local = local_of(tensor.detach()).reshape(-1)
+    if isinstance(tensor, DTensor):
+        return ((start_of(tensor), local),) if local.numel() else ()
+    return ((0, local),) if alone else ()
+
+
+def start_of(sharded: DTensor) -> int:
+    """Element of a whole tensor at which this rank's part starts."""
+    return first_row(sharded) * (sharded.numel() // max(1, sharded.shape[0]))

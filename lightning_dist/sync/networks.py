@@ -1,0 +1,228 @@
+"""The process groups of a reducer, made once all ranks are known to want the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.base.accelerator import is_accelerator
+from lightning_dist.base.private import new_group, timeout_of
+from lightning_dist.ranks import Topology, host_name
+from lightning_dist.ranks.channel import Channel, WaitLimit
+from lightning_dist.ranks.facts import all_facts, require_equal
+from lightning_dist.ranks.launcher import claim
+from lightning_dist.ranks.levels import Nodes, Ranks, levels_of
+from lightning_dist.reducer.network import Network, NewGroup, in_levels
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings.exchange import Settings
+from lightning_dist.sync.grouping import topology_of, view_of
+from lightning_dist.sync.rules import finds_unused
+
+Groups = Sequence[dist.ProcessGroup]
+
+
+def new_groups(like: dist.ProcessGroup) -> Groups:
+    """Two new groups over the ranks of ``like``: payloads and flags. Collective among them."""
+    return [_new_group(like, range(like.size())) for _ in range(2)]
+
+
+def network_for(
+    model: DistributedDataParallel,
+    settings: Settings,
+    *,
+    parameters: str,
+    continue_from: Reducer | None,
+    groups: Groups | None,
+) -> Network:
+    """The groups of all ranks, once they are known to want the same. Collective."""
+    # Every group costs threads and sockets, but ranks out of step must not meet in an old one.
+    old = None
+    if continue_from is not None and _on_all_ranks(continue_from.in_step, model):
+        old = continue_from.network
+        groups = old.data.group, old.control.group
+    return network_over(
+        model.process_group,
+        settings,
+        device=model.device,
+        facts={"parameters": parameters, "find_unused_parameters": finds_unused(model)},
+        groups=groups,
+        made=old,
+    )
+
+
+def network_over(
+    like: dist.ProcessGroup,
+    settings: Settings,
+    *,
+    device: torch.device,
+    facts: Mapping[str, object],
+    groups: Groups | None = None,
+    made: Network | None = None,
+    tree: Nodes | None = None,
+) -> Network:
+    """The groups of the ranks of ``like``, once they are known to want the same. Collective.
+
+    Args:
+        facts: what must be equal on all ranks, besides ``settings``.
+        groups: see :func:`~lightning_dist.compress_ddp`; None makes them.
+        made: a network of before, which is returned if the ranks agree.
+        tree: groups of ranks to reduce in first; None: nodes, as the settings say.
+    """
+    if groups is not None and len(groups) < 2:
+        raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
+    data, control, *levels = groups or new_groups(like)
+    own = {
+        **settings.fingerprint(),
+        "groups": view_of(settings, world_size=data.size()),
+        "process groups of levels": "given" if levels else "made here",
+        **facts,
+    }
+    place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
+    place_of_own = {"node": host_name(), "claim": None if place is None else place.as_fact()}
+    gathered = all_facts({**own, **place_of_own}, group=data, device=device)
+    require_equal([{key: fact[key] for key in own} for fact in gathered])
+    nodes, claims = [fact["node"] for fact in gathered], [fact["claim"] for fact in gathered]
+    if tree is None:
+        topology, tree = topology_of(settings, nodes=nodes, claims=claims, rank=data.rank())
+    else:
+        topology, tree = Topology(tuple(nodes), data.rank()), tree if len(tree[0]) > 1 else None
+    if made is not None:
+        return made
+    limit = WaitLimit(settings.exchange_timeout)
+    flags = Channel(control, name="control", limit=limit)
+    network = Network(Channel(data, limit=limit), flags, topology, device)
+    if tree is None:
+        if levels:
+            raise ValueError(
+                f"Groups of levels need a hierarchical exchange, got {len(levels)} of them and "
+                f"{topology.describe()}; give two groups"
+            )
+        return _connected(network)
+    leader = settings.hierarchical == "leader"
+    new_group = _given(levels, topology.rank) if levels else _made(like, tree, leader=leader)
+    return _connected(in_levels(network, tree, leader=leader, new_group=new_group))
+
+
+def _connected(network: Network) -> Network:
+    """``network``, whose groups have communicated once. Collective among the ranks of each.
+
+    NCCL makes a communicator in the first collective of a group: in the middle of a backward pass,
+    which would wait for it, and for ranks that are not there yet.
+    """
+    if is_accelerator(network.device):
+        for channel in network.channels:
+            channel.all_reduce(torch.zeros(1, device=network.device)).wait()
+    return network
+
+
+def node_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.device) -> Any:
+    """A group of the ranks of this rank's node, or of its group of ranks. Collective.
+
+    Raises:
+        ValueError: there is one node, or no node has several ranks.
+    """
+    facts = all_facts({"node": host_name()}, group=like, device=device)
+    nodes = [fact["node"] for fact in facts]
+    topology, tree = topology_of(settings, nodes=nodes, rank=like.rank())
+    if tree is None:
+        raise ValueError(
+            "replicas='node' needs several nodes, one of them with several ranks, got "
+            f"{topology.describe()}; leave it at 'rank', or name the groups with ranks_per_node= "
+            "or rank_groups="
+        )
+    found = {tuple(each): _new_group(like, each) for each in tree}
+    return next(group for ranks, group in found.items() if topology.rank in ranks)
+
+
+def _made(like: dist.ProcessGroup, tree: Nodes, *, leader: bool) -> NewGroup:
+    """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
+    found = groups_of(tree, leader=leader, make=partial(_new_group, like))
+    if like.size() < dist.get_world_size():
+        # torch names such a group by how many this process has made before: ranks that have made
+        # fewer would never meet the others in the next one.
+        levels = len(levels_of(tree, leader=leader))
+        for _ in range(sum(like.rank() in ranks for ranks in found), levels):
+            _new_group(like, [like.rank()])
+    return lambda ranks: found[tuple(ranks)]
+
+
+def groups_of(
+    nodes: Nodes, *, leader: bool, make: Callable[[Sequence[int]], dist.ProcessGroup]
+) -> dict[Ranks, dist.ProcessGroup]:
+    """The groups of ``nodes`` by their ranks, all of them made by all ranks in one order."""
+    levels = levels_of(nodes, leader=leader)
+    wanted = dict.fromkeys(ranks for level in levels for ranks in level.groups)
+    return {ranks: make(ranks) for ranks in wanted}
+
+
+def _given(levels: Groups, rank: int) -> NewGroup:
+    """The user's groups, from the inside out.
+
+    Raises:
+        ValueError: there are fewer than levels, or one is not of the ranks that it must be of.
+    """
+    ready = iter(levels)
+
+    def next_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = next(ready, None)
+        place = None if group is None else (group.rank(), group.size())
+        if group is None or place != (list(ranks).index(rank), len(ranks)):
+            raise ValueError(
+                f"groups must hold, after the two of all ranks, those of every level; rank {rank} "
+                f"needs one of the ranks {list(ranks)} in this order (sort_ranks=False), got "
+                f"{'none' if place is None else f'rank {place[0]} of {place[1]}'}; leave groups out"
+            )
+        return group
+
+    return next_group
+
+
+def _new_group(like: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group of ``ranks`` of ``like``, with its timeout. Collective among all of ``like``."""
+    of_world = dist.get_process_group_ranks(like)
+    return new_group(
+        [of_world[rank] for rank in ranks],  # a rank's number in it is its place in the list
+        timeout=timeout_of(like),
+        backend=dist.get_backend(like),
+        # Ranks that are not in `like` do not come here.
+        use_local_synchronization=like.size() < dist.get_world_size(),
+    )
+
+
+def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:
+    """Whether ``here`` holds on every rank. Collective over DDP's own group."""
+    flag = torch.tensor([float(here)], device=model.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=model.process_group)
+    return bool(flag.item())
+
+
+def sharded_network(
+    mesh: DeviceMesh,
+    shard_dimension: int,
+    settings: Settings,
+    *,
+    parameters: str,
+) -> Network:
+    """The groups between the replicas of a model that is sharded over one dimension of ``mesh``.
+
+    Collective among its ranks.
+    """
+    ranks = mesh.mesh if shard_dimension == 1 else mesh.mesh.T  # (replicas, shards)
+    world = dist.group.WORLD
+    assert world is not None
+    if ranks.numel() < world.size():  # others are the rest of a mesh of more dimensions
+        members, timeout = ranks.flatten().tolist(), timeout_of(world)
+        world = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
+    order = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(world))}
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    tree = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
+    facts = {"mesh": str(ranks.tolist()), "parameters": parameters}
+    return network_over(world, settings, device=device, facts=facts, tree=tree)

@@ -1,5 +1,0 @@
-"""Ranks of each node, and their groups. No gradients, no collectives."""
-
-from lightning_dist.topology.nodes import Topology, host_name
-
-__all__ = ["Topology", "host_name"]
