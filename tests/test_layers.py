@@ -33,11 +33,7 @@ ROOMS = {
     "cli": "base checkpoint codecs elastic frameworks measurement profiling ranks settings sync",
 }
 """What each room may import of the others: those before it."""
-UPWARD = {
-    ("ranks/agreement.py", "checkpoint"),
-    ("sync/in_force.py", "elastic"),
-    ("sync/mesh.py", "frameworks"),
-}
+UPWARD = {("ranks/agreement.py", "checkpoint")}
 """Files that import a room above theirs."""
 ADAPTERS = ("frameworks", "cli")
 """Rooms that import Lightning, Accelerate, transformers or wandb."""

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from uuid import UUID
 
+RECOVERY_STORE = "LIGHTNING_DIST_RECOVERY_STORE"
+"""Variable with the address of the store of a launcher that recovers within the process."""
+
 
 @dataclass(frozen=True)
 class Launch:

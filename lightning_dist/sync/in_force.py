@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from weakref import finalize
@@ -12,8 +13,8 @@ from lightning_utilities.core import rank_zero
 from lightning_dist.base.log import get_logger, prefixed
 from lightning_dist.codecs import NoCompression
 from lightning_dist.codecs.none import Uncompressed
-from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.measurement.expected import expected_traffic
+from lightning_dist.ranks.launch import RECOVERY_STORE
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.sync.grouping import picture
@@ -33,7 +34,7 @@ def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
         begins: the first synchronised step at which a parameter is compressed, None: none is.
     """
     if reducer.network.world_size == 1:
-        if RecoveryEnvironment.from_env() is not None:  # the others are met later
+        if os.environ.get(RECOVERY_STORE):  # the others are met later
             return
         log.warning(
             "One process: nothing is exchanged or compressed; %s takes effect with two ranks or "

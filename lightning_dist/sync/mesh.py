@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.frameworks.strategies.other_package import OfOneFramework
 from lightning_dist.ranks import host_name
 from lightning_dist.ranks.facts import all_facts
 from lightning_dist.ranks.launcher import claim, contradiction
@@ -22,7 +21,7 @@ log = get_logger(__name__)
 DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
 
 
-class ReplicatedMesh(OfOneFramework):
+class ReplicatedMesh:
     """Mixin before a ``ModelParallelStrategy`` of Lightning or Fabric.
 
     Its device mesh has the dimensions ``"replicate"``, ``"data_parallel"`` and

@@ -31,7 +31,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.base.private import new_group, set_group_timeout
 from lightning_dist.elastic.private import all_groups, forget_group_numbers
-from lightning_dist.ranks.launch import Launch
+from lightning_dist.ranks.launch import RECOVERY_STORE, Launch
 
 _CONNECT = timedelta(seconds=10)
 """For the members of a generation to connect, and of the first collectives among them."""
@@ -49,7 +49,7 @@ def init_alone(*, timeout: timedelta | None = None) -> None:
 
 def is_alone() -> bool:
     """Whether this process recovers within itself, and has not met the others yet."""
-    has_store = bool(os.environ.get("LIGHTNING_DIST_RECOVERY_STORE"))
+    has_store = bool(os.environ.get(RECOVERY_STORE))
     several = Launch.from_env().world_size > 1
     return has_store and several and dist.is_initialized() and dist.get_world_size() == 1
 

@@ -32,6 +32,7 @@ from lightning_dist.elastic.recovery.protocol import (
     decode_generation,
     encode,
 )
+from lightning_dist.ranks.launch import RECOVERY_STORE
 
 _T = TypeVar("_T")
 
@@ -74,7 +75,7 @@ class RecoveryEnvironment:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RecoveryEnvironment | None:
         """Read the variables; None where the launcher does not recover within the process."""
-        store = environ.get("LIGHTNING_DIST_RECOVERY_STORE", "")
+        store = environ.get(RECOVERY_STORE, "")
         if not store:
             return None
         host, _, port = store.rpartition(":")

@@ -22,6 +22,7 @@ from lightning_dist.elastic.recovery.protocol import (
     Worker,
     decode_generation,
 )
+from lightning_dist.ranks.launch import RECOVERY_STORE
 
 _TIMEOUT = timedelta(seconds=60)
 
@@ -103,7 +104,7 @@ class RecoveryNode:
         index = self._store.add(Keys.workers, 1) - 1
         self._store.set(Keys.worker(index), str(worker))
         return {
-            "LIGHTNING_DIST_RECOVERY_STORE": self.address,
+            RECOVERY_STORE: self.address,
             "LIGHTNING_DIST_WORKER": str(worker),
             "LIGHTNING_DIST_MIN_WORKERS": str(self._min_workers),
         }

@@ -17,10 +17,13 @@ from lightning_dist.codecs import Codec
 from lightning_dist.frameworks.fabric.residuals import SavesResiduals
 from lightning_dist.frameworks.lightning.launcher import FollowsLauncher
 from lightning_dist.frameworks.strategies.model_parallel import ModelParallelArguments
+from lightning_dist.frameworks.strategies.other_package import OfOneFramework
 from lightning_dist.sync.mesh import ReplicatedMesh
 
 
-class ReplicatedModelParallel(ReplicatedMesh, FollowsLauncher, ModelParallelStrategy):
+class ReplicatedModelParallel(
+    OfOneFramework, ReplicatedMesh, FollowsLauncher, ModelParallelStrategy
+):
     """Fabric's ``ModelParallelStrategy`` with a mesh of several nodes."""
 
     @override

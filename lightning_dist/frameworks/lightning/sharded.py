@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.frameworks.lightning.launcher import FollowsLauncher
 from lightning_dist.frameworks.lightning.private import give_device_mesh, restricted
+from lightning_dist.frameworks.strategies.other_package import OfOneFramework
 from lightning_dist.sync.mesh import ReplicatedMesh
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _METADATA_FILENAME = "meta.pt"
 """File in a folder that Lightning has written by torch.distributed.checkpoint."""
 
 
-class ShardedStrategy(ReplicatedMesh, FollowsLauncher, ModelParallelStrategy):
+class ShardedStrategy(OfOneFramework, ReplicatedMesh, FollowsLauncher, ModelParallelStrategy):
     """``ModelParallelStrategy`` over several nodes, whose ranks save and load their own parts.
 
     After a :class:`.CompressingStrategy`.
