@@ -33,8 +33,6 @@ ROOMS = {
     "cli": "base checkpoint codecs elastic frameworks measurement profiling ranks settings sync",
 }
 """What each room may import of the others: those before it."""
-UPWARD = {("ranks/agreement.py", "checkpoint")}
-"""Files that import a room above theirs."""
 ADAPTERS = ("frameworks", "cli")
 """Rooms that import Lightning, Accelerate, transformers or wandb."""
 WITH_A_FRAMEWORK = {
@@ -74,7 +72,7 @@ def forbidden(file: str) -> list[str]:
     """Names that a file of the package must not import, or with which such names begin."""
     room = file.partition("/")[0]
     rooms = ROOMS.keys() - {room, *ROOMS[room].split()}
-    names = [f"lightning_dist.{each}" for each in rooms if (file, each) not in UPWARD]
+    names = [f"lightning_dist.{each}" for each in rooms]
     if room not in ADAPTERS and file not in WITH_A_FRAMEWORK:
         names += FRAMEWORKS
     names += ["torch"] * (file in NO_TORCH)
@@ -117,8 +115,7 @@ def test_every_module_is_in_a_room_or_is_a_door() -> None:
 
 def test_exceptions_are_still_needed() -> None:
     assert all((PACKAGE / file).exists() for file in NO_TORCH)
-    upward = [(file, f"lightning_dist.{room}") for file, room in UPWARD]
-    for file, name in [*upward, *WITH_A_FRAMEWORK.items()]:
+    for file, name in WITH_A_FRAMEWORK.items():
         names = imported((PACKAGE / file).read_text(), package="lightning_dist")
         assert any(each.startswith(f"{name}.") for each in names), file
 

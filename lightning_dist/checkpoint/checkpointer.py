@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.base.features import CHECKPOINTS
 from lightning_dist.checkpoint.delivery import Delivery
+from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import Lock, forget, is_owned, own
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
@@ -187,7 +188,7 @@ class Checkpointer:
                 shape = shape_of(content, owned, striped)
             except Exception as error:  # the others must know before they wait for this rank
                 problem = error
-        origin, alike = self._together.agree(origin, shape=shape, problem=problem)
+        origin, alike = self._agree(origin, shape=shape, problem=problem)
         owned = owned if alike else {}
         divided = plan(
             content,
@@ -211,6 +212,32 @@ class Checkpointer:
         except Exception as error:
             self._delivery.send(replace(save, pieces=(), dropped=str(error)))
             raise
+
+    def _agree(
+        self, origin: Origin, *, shape: int = 0, problem: Exception | None
+    ) -> tuple[Origin, bool]:
+        """Rank 0's ``origin`` of a checkpoint that all write, and whether all have this ``shape``.
+
+        Args:
+            problem: why this rank cannot take part; all ranks raise it, as a CheckpointError if it
+                is one, or else as a ValueError.
+        """
+        ranks = self._together
+        if ranks.count < origin.ranks:
+            raise ValueError(
+                f"{origin.ranks} ranks write one folder together, so they need a group on CPU, got "
+                "group=None; give dist.new_group(backend='gloo')"
+            )
+        error: Exception | None = None
+        if problem is not None:
+            kind = CheckpointError if isinstance(problem, CheckpointError) else ValueError
+            text = f"{type(problem).__name__}: {problem}"
+            error = kind(f"rank {ranks.rank} cannot save its state: {text}")
+            error.__cause__ = problem
+        mine = {"save_id": origin.save_id, "created_ns": origin.created_ns, "order": origin.order}
+        by_rank = ranks.all({"origin": mine, "shape": shape}, error=error)
+        alike = all(each["shape"] == by_rank[0]["shape"] for each in by_rank)
+        return replace(origin, **by_rank[0]["origin"]), alike
 
     def _pickled(self, state: Any) -> Pickled:
         content = pickled(state)
@@ -242,7 +269,7 @@ class Checkpointer:
             ``origin.save_id`` of the event that will say what became of it.
         """
         late = self._prepare(together=True)
-        origin, _ = self._together.agree(self._origin(step, target), problem=late)
+        origin, _ = self._agree(self._origin(step, target), problem=late)
         self._delivery.send(
             SaveFolder(origin, target, (), self._together.rank, files=tuple(files), scratch=scratch)
         )

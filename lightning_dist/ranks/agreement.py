@@ -5,15 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_dist.base.private import destroy_group
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.ranks.channel import WaitLimit
 from lightning_dist.ranks.facts import all_bytes, all_facts, differences
 
@@ -84,31 +82,6 @@ class Ranks:
         """The facts of the leader; see :meth:`all`."""
         return self.all(facts, error=error)[self.leader]
 
-    def agree(
-        self, origin: Origin, *, shape: int = 0, problem: Exception | None = None
-    ) -> tuple[Origin, bool]:
-        """Rank 0's ``origin`` of a checkpoint that all write, and whether all have this ``shape``.
-
-        Args:
-            problem: why this rank cannot take part; all ranks raise it, as a CheckpointError if it
-                is one, or else as a ValueError.
-        """
-        if self.count < origin.ranks:
-            raise ValueError(
-                f"{origin.ranks} ranks write one folder together, so they need a group on CPU, got "
-                "group=None; give dist.new_group(backend='gloo')"
-            )
-        error: Exception | None = None
-        if problem is not None:
-            kind = CheckpointError if isinstance(problem, CheckpointError) else ValueError
-            text = f"{type(problem).__name__}: {problem}"
-            error = kind(f"rank {self.rank} cannot save its state: {text}")
-            error.__cause__ = problem
-        mine = {"save_id": origin.save_id, "created_ns": origin.created_ns, "order": origin.order}
-        by_rank = self.all({"origin": mine, "shape": shape}, error=error)
-        alike = all(each["shape"] == by_rank[0]["shape"] for each in by_rank)
-        return replace(origin, **by_rank[0]["origin"]), alike
-
     def require_equal(self, facts: Facts, *, rule: str) -> None:
         """Raise ValueError on all ranks, with ``rule`` and what differs, if their facts do."""
         if lines := differences(self.all(facts)):
@@ -153,19 +126,27 @@ def destroy(group: dist.ProcessGroup | None) -> None:
 
 _TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}
 """A class before those that it is derived from."""
+_PACKAGE = __name__.partition(".")[0]
 
 
 def describe_error(error: Exception) -> list[str]:
-    """``error`` for other ranks; JSON-able."""
-    if isinstance(error, CorruptCheckpointError):
-        return ["CorruptCheckpointError", error.path, error.reason]
-    kinds = [name for name, kind in _TYPES.items() if isinstance(error, kind)]
+    """``error`` for other ranks: its class, and arguments of it. JSON-able.
+
+    Errors of this package keep their class, and are made as pickle would make them.
+    """
+    kind = type(error)
+    if kind.__module__.startswith(f"{_PACKAGE}."):
+        arguments = error.__reduce__()[1]
+        return [f"{kind.__module__}:{kind.__qualname__}", *map(str, arguments)]
+    kinds = [name for name, known in _TYPES.items() if isinstance(error, known)]
     return [kinds[0] if kinds else "", str(error) or repr(error)]
 
 
 def error_from(description: list[str]) -> Exception:
-    """The error that was described; a CheckpointError where its type is not known."""
-    kind, *arguments = description
-    if kind == "CorruptCheckpointError":
-        return CorruptCheckpointError(*arguments)
-    return _TYPES.get(kind, CheckpointError)(*arguments)
+    """The error that was described; a RuntimeError where its class is not known."""
+    name, *arguments = description
+    module, _, kind = name.partition(":")
+    if kind:
+        made: Exception = getattr(import_module(module), kind)(*arguments)
+        return made
+    return _TYPES.get(name, RuntimeError)(*arguments)

@@ -24,6 +24,9 @@ class CorruptCheckpointError(CheckpointError):
         self.path = path
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[CorruptCheckpointError], tuple[str, str]]:
+        return type(self), (self.path, self.reason)
+
 
 def no_checkpoint(path: str) -> FileNotFoundError:
     """The error where nothing is at ``path``."""
