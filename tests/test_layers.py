@@ -38,7 +38,6 @@ ADAPTERS = ("frameworks", "cli")
 WITH_A_FRAMEWORK = {
     "elastic/loop/loop.py": "lightning",
     "elastic/recovery/frameworks.py": "accelerate",
-    "profiling/session/live.py": "lightning",
 }
 """Files of other rooms that do."""
 NO_TORCH = (

@@ -262,7 +262,8 @@ OF_LOGGERS = [
     PACKAGE / "sync" / "report.py",
     PACKAGE / "checkpoint" / "metrics.py",
     PACKAGE / "elastic" / "history.py",
-    *PACKAGE.rglob("live*.py"),
+    PACKAGE / "profiling" / "session" / "live.py",
+    PACKAGE / "frameworks" / "comm_profiler.py",
 ]
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from signal import Signals
 from textwrap import shorten
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -26,11 +28,11 @@ from lightning_dist.base.private import before_compile
 from lightning_dist.frameworks.fabric.private import without_fabric
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
-from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
 from lightning_dist.profiling.capture.events import FINISHED, ErrorRecord
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.capture.torch_tools import require_traceable
-from lightning_dist.profiling.session.live import LiveProfile, Upload, log_summary
+from lightning_dist.profiling.session.live import LiveProfile, metrics_of
 from lightning_dist.profiling.session.models import LocalModel, as_ddp
 from lightning_dist.profiling.session.run import ProfileRun
 from lightning_dist.profiling.session.sigterm import CODE, Sigterm, sigterm_raises
@@ -42,6 +44,10 @@ _NO_WANDB = (
 _ONE_PROCESS = "one process exchanges no gradients"
 _MOST_ERRORS = 1024
 _LONGEST_REASON = 200
+_OF_ONE_RANK = "*rank*"
+"""Names of files with what one rank has recorded: lines, traces, flight records."""
+Upload: TypeAlias = Literal["report", "all", "none"]
+"""Files that wandb gets of a profile: those for readers; also those of every rank; or none."""
 
 
 class CommProfiler(pl.Callback):
@@ -253,7 +259,7 @@ class CommProfiler(pl.Callback):
             return
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and trainer.global_step % every == 0 and trainer.is_global_zero:
-            self._live.log(trainer)
+            _log_live(trainer, self._live.take())
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -309,6 +315,46 @@ def _why_nothing(trainer: pl.Trainer) -> str:
         if trainer.world_size == 1:
             because = f"{_ONE_PROCESS}; start several, with {wanted}"
     return because and f"CommProfiler records nothing: {because}"
+
+
+def _log_live(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
+    """Tell loggers and progress bar the means of the newest steps; nothing if there are none."""
+    if not metrics:
+        return
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=trainer.global_step - 1)
+    for name in ("exposed_fraction", "compression_ratio"):
+        value = metrics[f"comm/{name}"]
+        trainer.lightning_module.log(
+            f"comm_{name}", value, prog_bar=True, logger=False, rank_zero_only=True
+        )
+
+
+def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path, *, upload: Upload) -> None:
+    """Tell the loggers what all ranks together have to say; wandb gets table and files too."""
+    metrics = metrics_of(summary)
+    for logger in trainer.loggers:
+        if metrics:  # without a step there are none, and a logger would have a row of nothing
+            logger.log_metrics(metrics, step=max(trainer.global_step - 1, 0))
+        if isinstance(logger, WandbLogger) and upload != "none":
+            _log_files(logger, summary, folder, with_lines=upload == "all")
+
+
+def _log_files(logger: Any, summary: Summary, folder: Path, *, with_lines: bool) -> None:
+    import wandb
+
+    run = logger.experiment
+    columns = [field.name for field in fields(BucketSummary)]
+    rows = [[getattr(each, name) for name in columns] for each in summary.buckets]
+    media: dict[str, Any] = {"comm/buckets": wandb.Table([*columns], data=rows)}
+    if (report := folder / "report.html").is_file():
+        media["comm/report"] = wandb.Html(report.read_text(), inject=False)
+    run.log(media)
+    artifact = wandb.Artifact(f"comm-profile-{run.id}", type="comm-profile")
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and (with_lines or not path.match(_OF_ONE_RANK)):
+            artifact.add_file(str(path))
+    run.log_artifact(artifact)
 
 
 def _parent(trainer: pl.Trainer) -> Path:

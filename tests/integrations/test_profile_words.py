@@ -23,12 +23,11 @@ from typing_extensions import override
 from wandb_runs import records
 
 from lightning_dist import CommProfiler
-from lightning_dist.frameworks.comm_profiler import _reason
+from lightning_dist.frameworks.comm_profiler import _reason, log_summary
 from lightning_dist.profiling.analysis.metrics import METRICS
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.files import RankFile
-from lightning_dist.profiling.session.live import log_summary
 from lightning_dist.profiling.session.metadata import why_not_in_detail
 from lightning_dist.profiling.session.models import LocalModel
 from lightning_dist.profiling.session.run import ProfileRun

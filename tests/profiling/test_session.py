@@ -16,6 +16,7 @@ from processes import run
 
 from lightning_dist.base.features import FLIGHT_RECORDER
 from lightning_dist.base.versions import installed_version, release
+from lightning_dist.frameworks.comm_profiler import log_summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import (
     OF_NO_BUCKET,
@@ -33,7 +34,7 @@ from lightning_dist.profiling.capture.session import Session, SessionSettings
 from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.profiling.capture.torch_tools import TorchTracer
 from lightning_dist.profiling.run import Run
-from lightning_dist.profiling.session.live import LiveProfile, log_summary, of_one_rank
+from lightning_dist.profiling.session.live import LiveProfile, of_one_rank
 
 BUCKETS = 40
 
@@ -216,15 +217,11 @@ UNEVEN = Planted(slow_steps={1: 4, 3: 9})
 
 def logged(run: Run) -> dict[str, float]:
     """By a profile of rank 0 that is asked once, at the end."""
-    heard: list[dict[str, float]] = []
-    logger = SimpleNamespace(log_metrics=lambda metrics, step: heard.append(metrics))
-    module = SimpleNamespace(log=lambda *args, **kwargs: None)
-    trainer: Any = SimpleNamespace(loggers=[logger], global_step=6, lightning_module=module)
     live = LiveProfile()
     for step in run.ranks[0].steps.values():
         live.add(step)
-    live.log(trainer)
-    (metrics,) = heard
+    metrics = live.take()
+    assert live.take() == {}
     return metrics
 
 

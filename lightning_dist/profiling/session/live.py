@@ -1,30 +1,22 @@
-"""A profile in loggers and progress bar, while it is taken and when it is done."""
+"""Numbers of a profile for loggers, while it is taken and when it is done."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.loggers import WandbLogger
 from msgspec import structs
 
 from lightning_dist.profiling.analysis.breakdown import blocked_in, exposed_in, raw_of
 from lightning_dist.profiling.analysis.intervals import difference, length, union
-from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
+from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, ErrorRecord, StepRecord
 from lightning_dist.profiling.whatif.scenarios import DDP
 
 _STEPS = 32
 """Newest steps that a value in the loggers is the mean of, at most."""
-_OF_ONE_RANK = "*rank*"
-"""Names of files with what one rank has recorded: lines, traces, flight records."""
-Upload: TypeAlias = Literal["report", "all", "none"]
-"""Files that wandb gets of a profile: those for readers; also those of every rank; or none."""
 _MS, _MB = 1e6, 1e6
 _SHARES = frozenset({"exposed_fraction", "profiler_overhead"})
 """Metrics that are shares of the step."""
@@ -33,7 +25,6 @@ _OF_ERRORS = {
     "error_cosine": "cosine",
     "residual_ratio": "residual_ratio",
 }
-_BUCKET_COLUMNS = [field.name for field in fields(BucketSummary)]
 
 
 class LiveProfile:
@@ -52,12 +43,12 @@ class LiveProfile:
         """The error of a compression was looked at."""
         self._errors.append(error)
 
-    def log(self, trainer: pl.Trainer) -> None:
-        """Tell loggers and progress bar the means of the newest steps."""
+    def take(self) -> dict[str, float]:
+        """Means of the newest steps by the names of :func:`metrics_of`, once; empty without one."""
         rows = [row for step in self._steps if (row := of_one_rank(step))]
         self._steps.clear()
         if not rows:
-            return
+            return {}
         steps = [row["step_ms"] for row in rows]
         metrics = {
             # Shares by the length of the step, as in the headline: that of all of them together.
@@ -67,28 +58,8 @@ class LiveProfile:
             for name in dict.fromkeys(name for row in rows for name in row)
         }
         errors = of_errors(map(structs.asdict, self._errors))
-        metrics |= {f"comm/{name}": value for name, value in errors.items()}
         self._errors.clear()
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step - 1)
-        for name in ("exposed_fraction", "compression_ratio"):
-            trainer.lightning_module.log(
-                f"comm_{name}",
-                metrics[f"comm/{name}"],
-                prog_bar=True,
-                logger=False,
-                rank_zero_only=True,
-            )
-
-
-def log_summary(trainer: pl.Trainer, summary: Summary, folder: Path, *, upload: Upload) -> None:
-    """Tell the loggers what all ranks together have to say; wandb gets table and files too."""
-    metrics = metrics_of(summary)
-    for logger in trainer.loggers:
-        if metrics:  # without a step there are none, and a logger would have a row of nothing
-            logger.log_metrics(metrics, step=max(trainer.global_step - 1, 0))
-        if isinstance(logger, WandbLogger) and upload != "none":
-            _log_files(logger, summary, folder, with_lines=upload == "all")
+        return metrics | {f"comm/{name}": value for name, value in errors.items()}
 
 
 def metrics_of(summary: Summary) -> dict[str, float]:
@@ -120,22 +91,6 @@ def metrics_of(summary: Summary) -> dict[str, float]:
         }
     found |= {f"comm/{name}": value for name, value in of_errors(summary.errors).items()}
     return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def _log_files(logger: Any, summary: Summary, folder: Path, *, with_lines: bool) -> None:
-    import wandb
-
-    run = logger.experiment
-    rows = [[getattr(each, name) for name in _BUCKET_COLUMNS] for each in summary.buckets]
-    media: dict[str, Any] = {"comm/buckets": wandb.Table([*_BUCKET_COLUMNS], data=rows)}
-    if (report := folder / "report.html").is_file():
-        media["comm/report"] = wandb.Html(report.read_text(), inject=False)
-    run.log(media)
-    artifact = wandb.Artifact(f"comm-profile-{run.id}", type="comm-profile")
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and (with_lines or not path.match(_OF_ONE_RANK)):
-            artifact.add_file(str(path))
-    run.log_artifact(artifact)
 
 
 def of_one_rank(record: StepRecord) -> dict[str, float]:
