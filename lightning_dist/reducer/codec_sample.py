@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_dist.base.accelerator import placed
 from lightning_dist.codecs.base import Codec
+from lightning_dist.codecs.memory import Memory
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.state import ReducerState
 
 _RUN = 4096
 """Elements that are drawn together: scattered ones cost more to read than to look at."""
@@ -76,14 +74,15 @@ class SampleSource:
     codec: Codec
     slices: Sequence[ParameterSlice]
     flat: Tensor
-    planner: Planner
+    state: ReducerState
+    memory: Memory
 
     def samples(self, sampler: Sampler, scale: Tensor, *, step: int) -> Iterator[CodecSample]:
         """Of the elements that ``sampler`` draws: blocks, with zeros behind the last element of a
         tensor, or whole tensors. Changes nothing.
         """
-        codec, state, device = self.codec, self.planner.state, self.flat.device
-        dtype, memory = compute_dtype(self.flat.dtype), codec.memory(self.planner.error_feedback)
+        codec, state, memory = self.codec, self.state, self.memory
+        dtype, device = compute_dtype(self.flat.dtype), self.flat.device
         for part in self.slices:
             block = codec.block or part.numel
             numbers = sampler.drawn(-(-part.numel // block), of=block)

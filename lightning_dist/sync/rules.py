@@ -25,7 +25,7 @@ from lightning_dist.measurement.expected import first_compressed_step
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.units.base import require_units
+from lightning_dist.reducer.units.by_codec import require_units
 from lightning_dist.settings.exchange import Settings
 from lightning_dist.sync.onebit_adam import OneBitAdam
 

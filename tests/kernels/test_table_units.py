@@ -21,6 +21,7 @@ from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.plan import intra
+from lightning_dist.reducer.plan.flat_planner import FlatPlanner
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.units.base import JoinedUnit, join
 from lightning_dist.reducer.units.block import BlockUnit
@@ -169,7 +170,7 @@ def alone() -> Iterator[None]:
         join([unit])
         return unit
 
-    with patch.object(Planner, "joined", joined):
+    with patch.object(FlatPlanner, "joined", joined):
         yield
 
 

@@ -144,7 +144,7 @@ def run(rank: Rank, *, compile_kernels: bool, commit: str) -> tuple[list[str], l
     }
     with compressed(rank, Fed(SHAPES), **settings) as (model, reducer):
         assert reducer.planner.is_fused is compile_kernels
-        kernels = reducer.planner.blocks(Int8(), torch.float32).kernels
+        kernels = reducer.planner.flat.blocks(Int8(), torch.float32).kernels
         kernels.use({name: counted(name, kernel) for name, kernel in kernels._fused.items()})
         rank.barrier.wait()
         digests, generated = [], [metrics.generated_kernel_count]

@@ -18,9 +18,10 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import Shape
 from lightning_dist.ranks.traffic import Sent
-from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.plan.flat_planner import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.units.base import CommUnit, require_units, units_of
+from lightning_dist.reducer.units.base import CommUnit
+from lightning_dist.reducer.units.by_codec import require_units, units_of
 from lightning_dist.sync.ddp import compress_ddp
 
 
@@ -46,7 +47,11 @@ class PerTensorUnit(CommUnit):
     seen: ClassVar[set[tuple[str, Shape]]] = set()
 
     def __init__(
-        self, codec: PerTensor, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+        self,
+        codec: PerTensor,
+        slices: Sequence[ParameterSlice],
+        bucket: Tensor,
+        planner: FlatPlanner,
     ) -> None:
         self.seen.update((part.name, part.shape) for part in slices)
         self.slices, self.network = slices, planner.network
@@ -117,7 +122,7 @@ class PerTensorUnit(CommUnit):
 def _registered() -> None:
     @units_of.register(PerTensor)
     def _(
-        codec: PerTensor, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+        codec: PerTensor, slices: Sequence[ParameterSlice], bucket: Tensor, planner: FlatPlanner
     ) -> Sequence[CommUnit]:
         return [PerTensorUnit(codec, slices, bucket, planner)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -17,11 +17,9 @@ from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.exchange.wire import PayloadMemory
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan.flat_planner import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.reducer.units.sizes import WHOLE_BUCKET, unit_elements
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.plan.planner import Planner
 
 _ALIGN = 512  # elements; every dense codec's block divides it, so that few blocks are broken
 
@@ -43,7 +41,12 @@ class IntraPlan:
     """
 
     def __init__(
-        self, network: Network, codec: BlockCodec, inter: Planner | None, *, whole: Collection[str]
+        self,
+        network: Network,
+        codec: BlockCodec,
+        inter: FlatPlanner | None,
+        *,
+        whole: Collection[str],
     ) -> None:
         assert network.intra is not None
         self.intra, self.inter, self.codec, self._whole = network.intra, inter, codec, whole
@@ -97,14 +100,11 @@ class IntraPlan:
     def _nothing_owned(self) -> list[list[ParameterSlice]]:
         return [[] for _ in range(self.intra.topology.world_size)]
 
-    def held(
-        self, codec: Codec, part: ParameterSlice, dtype: torch.dtype
-    ) -> Iterator[ParameterSlice]:
+    def held(self, codec: Codec, part: ParameterSlice) -> Iterator[ParameterSlice]:
         """Sections of ``part`` of which this rank has the state."""
         if self.inter is not None:
             for owned in self.units(codec, [part], keeps=True):
-                for share in owned[self.intra.topology.rank]:
-                    yield from self.inter.held(codec, share, share_dtype(codec, dtype))
+                yield from owned[self.intra.topology.rank]
 
 
 def fragments(name: str, numel: int, *, owners: int, most: int, whole: bool) -> Iterator[Fragment]:

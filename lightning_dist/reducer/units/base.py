@@ -1,18 +1,11 @@
-"""Interface of communication units, and their tables by the type of the codec.
-
-A codec may bring communication units of its own, with the decorator ``@units_of.register(MyCodec)``
-on a function of the same arguments.
-"""
+"""Interface of communication units."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import singledispatch
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
@@ -21,9 +14,6 @@ from lightning_dist.kernels.triton.table import Within
 from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.codec_sample import SampleSource
 from lightning_dist.reducer.plan.slices import ParameterSlice
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.plan.planner import Planner
 
 
 class CommUnit(ABC):
@@ -153,36 +143,3 @@ class CodecGroup:
     @property
     def sent(self) -> Sent:
         return sum((unit.sent for unit in self.units), Sent())
-
-
-@singledispatch
-def units_of(
-    codec: Codec, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
-) -> Sequence[CommUnit]:
-    """The exchanges of ``slices`` of the flat ``bucket (N,)`` among the ranks of a flat network.
-
-    The slices have shapes: those of the tensors, if the codec takes ``whole_tensors``.
-
-    Args:
-        planner: has the ``network``, the ``state`` and the user's wish for ``error_feedback``.
-    """
-    require_units(codec)
-    raise AssertionError(f"{codec} has units, and they were not asked for")
-
-
-def require_units(codec: Codec) -> None:
-    """Raise ValueError where nothing says how the payloads of ``codec`` travel."""
-    if units_of.dispatch(type(codec)) is not units_of.dispatch(object):
-        return
-    raise ValueError(
-        "A codec must be a lightning_dist.BlockCodec or have communication units of its own, got "
-        f"{codec}; derive it from BlockCodec, or register units with "
-        "lightning_dist.reducer.units.base.units_of"
-    )
-
-
-@singledispatch
-def compile_passes(
-    codec: Codec, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
-) -> None:
-    """Compile what the units of ``codec`` do with gradients of ``dtypes``, where that helps."""

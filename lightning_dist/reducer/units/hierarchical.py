@@ -27,6 +27,7 @@ from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.plan.intra import IntraPlan, Owned, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered
+from lightning_dist.reducer.units.by_codec import flat_units
 
 
 class HierarchicalUnit(JoinedUnit):
@@ -51,7 +52,7 @@ class HierarchicalUnit(JoinedUnit):
         self._share = bucket.new_zeros(sum(part.numel for part in slices), dtype=wide)
         self._inter: Sequence[CommUnit] = ()
         if slices and plan.inter is not None:
-            self._inter = plan.inter.units(codec, slices, self._share)
+            self._inter = flat_units(codec, slices, self._share, plan.inter)
             self.source = self._inter[0].source
         self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from lightning_dist.exchange.rounds import AllReduce
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.ranks.traffic import Sent, ring_allreduce
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan.flat_planner import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.units.base import CommUnit, units_of
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.units.base import CommUnit
+from lightning_dist.reducer.units.by_codec import units_of
 
 _Product: TypeAlias = tuple[Tensor, Tensor]  # (n, r) and (m, r): left @ right.T
 
@@ -87,7 +86,11 @@ class LowRankUnit(CommUnit):
     """All matrices of one bucket."""
 
     def __init__(
-        self, codec: PowerSGD, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+        self,
+        codec: PowerSGD,
+        slices: Sequence[ParameterSlice],
+        bucket: Tensor,
+        planner: FlatPlanner,
     ) -> None:
         self._codec, network = codec, planner.network
         like = bucket.new_empty(0, dtype=compute_dtype(bucket.dtype))
@@ -220,12 +223,12 @@ class LowRankUnit(CommUnit):
 
 @units_of.register(PowerSGD)
 def _units(
-    codec: PowerSGD, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+    codec: PowerSGD, slices: Sequence[ParameterSlice], bucket: Tensor, planner: FlatPlanner
 ) -> list[LowRankUnit]:
     return [LowRankUnit(codec, slices, bucket, planner)]
 
 
-def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: Planner) -> _Matrix:
+def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: FlatPlanner) -> _Matrix:
     size = matrix_shape(part.shape)
     dtype = compute_dtype(bucket.dtype)
     gradient = part.shaped(part.of(bucket))

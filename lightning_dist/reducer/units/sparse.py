@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from lightning_dist.exchange.rounds import AllGatherV
 from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.sparse import EAGER, MOST_PLACES
+from lightning_dist.reducer.plan.flat_planner import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.units.base import CommUnit, compile_passes, units_of
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.plan.planner import Planner
+from lightning_dist.reducer.units.base import CommUnit
+from lightning_dist.reducer.units.by_codec import compile_passes, units_of
 
 
 class SparseUnit(CommUnit):
@@ -28,7 +26,11 @@ class SparseUnit(CommUnit):
     exchange: AllGatherV
 
     def __init__(
-        self, codec: Threshold, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+        self,
+        codec: Threshold,
+        slices: Sequence[ParameterSlice],
+        bucket: Tensor,
+        planner: FlatPlanner,
     ) -> None:
         if bucket.numel() > MOST_PLACES:
             raise ValueError(
@@ -89,13 +91,13 @@ class SparseUnit(CommUnit):
 
 @units_of.register(Threshold)
 def _units(
-    codec: Threshold, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+    codec: Threshold, slices: Sequence[ParameterSlice], bucket: Tensor, planner: FlatPlanner
 ) -> list[SparseUnit]:
     return [SparseUnit(codec, slices, bucket, planner)]
 
 
 @compile_passes.register(Threshold)
 def _compile(
-    codec: Threshold, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
+    codec: Threshold, dtypes: Iterable[torch.dtype], planner: FlatPlanner, sizes: Collection[int]
 ) -> None:
     planner.sparse_passes = compiled_sparse_passes(planner.network.device)

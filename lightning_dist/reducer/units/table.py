@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,13 +21,12 @@ from lightning_dist.kernels.triton import Slice, SliceTable, packed
 from lightning_dist.kernels.triton.table import ALIGNMENTS, Within
 from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.plan.block import BlockPlan, fitted, key_name
+from lightning_dist.reducer.plan.flat_planner import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
-from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, compile_passes, join, units_of
+from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, join
 from lightning_dist.reducer.units.block import BlockUnit, tiles_of
+from lightning_dist.reducer.units.by_codec import compile_passes, units_of
 from lightning_dist.reducer.units.tiles import unit_salts
-
-if TYPE_CHECKING:
-    from lightning_dist.reducer.plan.planner import Planner
 
 
 class TableUnit(JoinedUnit):
@@ -184,7 +182,7 @@ class TableUnit(JoinedUnit):
 
 @units_of.register(BlockCodec)
 def _units(
-    codec: BlockCodec, slices: Sequence[ParameterSlice], bucket: Tensor, planner: Planner
+    codec: BlockCodec, slices: Sequence[ParameterSlice], bucket: Tensor, planner: FlatPlanner
 ) -> list[CommUnit]:
     ranks, dtype = planner.network.world_size, bucket.dtype
     by_block: dict[BlockCodec, list[ParameterSlice]] = {}
@@ -204,7 +202,7 @@ def _units(
 
 @compile_passes.register(BlockCodec)
 def _compile(
-    codec: BlockCodec, dtypes: Iterable[torch.dtype], planner: Planner, sizes: Collection[int]
+    codec: BlockCodec, dtypes: Iterable[torch.dtype], planner: FlatPlanner, sizes: Collection[int]
 ) -> None:
     ranks, on_accelerator = planner.network.world_size, is_accelerator(planner.network.device)
     for dtype in dtypes:
