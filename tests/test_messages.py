@@ -263,8 +263,8 @@ OF_LOGGERS = [
     PACKAGE / "checkpoint" / "metrics.py",
     PACKAGE / "elastic" / "history.py",
     PACKAGE / "profiling" / "session" / "live.py",
-    PACKAGE / "frameworks" / "comm_profiler.py",
 ]
+CALLBACK = PACKAGE / "frameworks" / "comm_profiler.py"
 
 
 def strings(path: Path) -> Iterator[str]:
@@ -284,7 +284,9 @@ def _text(part: ast.expr) -> str:
 def metrics_of_the_code() -> frozenset[str]:
     """Full names, and what follows ``comm/`` where that is put before it."""
     of_checkpoints = {f"checkpoint/{field.name}" for field in fields(Metrics)}
-    return of_checkpoints | frozenset(text for file in OF_LOGGERS for text in strings(file))
+    of_profiles = {text for text in strings(CALLBACK) if text.startswith("comm/")}
+    of_others = {text for file in OF_LOGGERS for text in strings(file)}
+    return frozenset(of_checkpoints | of_profiles | of_others)
 
 
 def is_logged(metric: str) -> bool:

@@ -125,24 +125,23 @@ def destroy(group: dist.ProcessGroup | None) -> None:
 
 
 _TYPES = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, OSError)}
-"""A class before those that it is derived from."""
 _PACKAGE = __name__.partition(".")[0]
 
 
-def describe_error(error: Exception) -> list[str]:
-    """``error`` for other ranks: its class, and arguments of it. JSON-able.
+def describe_error(error: Exception) -> list[Any]:
+    """``error`` for other ranks: its class, or one that it is derived from, and arguments.
 
-    Errors of this package keep their class, and are made as pickle would make them.
+    JSON-able. Errors of this package are made there as pickle would make them.
     """
-    kind = type(error)
-    if kind.__module__.startswith(f"{_PACKAGE}."):
-        arguments = error.__reduce__()[1]
-        return [f"{kind.__module__}:{kind.__qualname__}", *map(str, arguments)]
-    kinds = [name for name, known in _TYPES.items() if isinstance(error, known)]
-    return [kinds[0] if kinds else "", str(error) or repr(error)]
+    for kind in type(error).__mro__:
+        if kind.__module__.startswith(f"{_PACKAGE}."):
+            return [f"{kind.__module__}:{kind.__qualname__}", *error.__reduce__()[1]]
+        if kind in _TYPES.values():
+            return [kind.__name__, str(error) or repr(error)]
+    return ["", str(error) or repr(error)]
 
 
-def error_from(description: list[str]) -> Exception:
+def error_from(description: list[Any]) -> Exception:
     """The error that was described; a RuntimeError where its class is not known."""
     name, *arguments = description
     module, _, kind = name.partition(":")

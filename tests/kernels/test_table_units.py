@@ -1,7 +1,7 @@
 """Units over tables of slices do what units of tiles do: on the wire, to gradients and to state."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,7 @@ from lightning_dist.measurement.microbenchmark import WIDTH, Passes
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.observer import Observer
-from lightning_dist.reducer.plan import intra
-from lightning_dist.reducer.plan.flat_planner import FlatPlanner
+from lightning_dist.reducer.plan import flat_planner, intra, planner
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.units.base import JoinedUnit, join
 from lightning_dist.reducer.units.block import BlockUnit
@@ -166,11 +165,11 @@ def test_calibration_measures_the_kernels_that_training_uses(
 def alone() -> Iterator[None]:
     """Every unit has an exchange of its own."""
 
-    def joined(_: Any, unit: JoinedUnit) -> JoinedUnit:
-        join([unit])
-        return unit
+    def apart(units: Sequence[JoinedUnit]) -> None:
+        for unit in units:
+            join([unit])
 
-    with patch.object(FlatPlanner, "joined", joined):
+    with patch.object(planner, "join", apart), patch.object(flat_planner, "join", apart):
         yield
 
 

@@ -10,7 +10,12 @@ from lightning_dist.checkpoint.disk.errors import (
     CorruptCheckpointError,
     no_checkpoint,
 )
+from lightning_dist.checkpoint.disk.file_lock import NoLocksError
 from lightning_dist.ranks.agreement import Ranks, describe_error, error_from
+
+
+class OfAUser(CheckpointError):
+    """Only this program has it."""
 
 
 @pytest.mark.parametrize(
@@ -22,6 +27,8 @@ from lightning_dist.ranks.agreement import Ranks, describe_error, error_from
         (PermissionError(13, "not yours"), OSError),
         (UnicodeError("no text"), ValueError),
         (KeyError("x"), RuntimeError),
+        (NoLocksError(37, "no locks"), NoLocksError),
+        (OfAUser("its own"), CheckpointError),
     ],
 )
 def test_an_error_has_its_class_on_other_ranks(raised: Exception, kind: type[Exception]) -> None:

@@ -44,7 +44,7 @@ class LiveProfile:
         self._errors.append(error)
 
     def take(self) -> dict[str, float]:
-        """Means of the newest steps by the names of :func:`metrics_of`, once; empty without one."""
+        """Means of the newest steps by their names in loggers, once; empty without a step."""
         rows = [row for step in self._steps if (row := of_one_rank(step))]
         self._steps.clear()
         if not rows:

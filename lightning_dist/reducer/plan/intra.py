@@ -36,7 +36,7 @@ class IntraPlan:
     Args:
         network: whose ranks reduce in its ``intra`` level first.
         codec: inside the node, ``none`` or a cast.
-        inter: plans what goes on between nodes; None on ranks that leave that to others.
+        inter: what units between nodes share; None on ranks that leave these to others.
         whole: names of the parameters that some codec needs as they are.
     """
 

@@ -6,7 +6,6 @@ bucket -> groups (one codec each) -> units (one exchange each) -> tiles (one ker
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import product
 from typing import Literal
 
@@ -35,10 +34,11 @@ class Planner:
     Args:
         intra_codec: the codec inside a node, where the exchange is hierarchical.
         whole: names of the parameters that some codec needs as they are.
-        immediate, tables, divide_last: as of :class:`.FlatPlanner`.
+        immediate, tables: as of :class:`.FlatPlanner`.
+        divide_last: as there, where the network is flat.
 
     Attributes:
-        flat: plans the exchange of the flat network, or that between nodes; None on ranks that
+        flat: what units of the flat network share, or those between nodes; None on ranks that
             leave the latter to others.
     """
 
@@ -58,18 +58,22 @@ class Planner:
         self.error_feedback: bool | Literal["auto"] = error_feedback
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
-        flat = partial(
-            FlatPlanner, error_feedback=error_feedback, immediate=immediate, tables=tables
-        )
+        is_flat = network.intra is None
+        flat_network = network if network.intra is None else network.intra.inter
         self.flat: FlatPlanner | None = None
+        if flat_network is not None:
+            self.flat = FlatPlanner(
+                flat_network,
+                state,
+                error_feedback=error_feedback,
+                immediate=immediate,
+                tables=tables,
+                divide_last=divide_last and is_flat,
+            )
         self._intra: IntraPlan | None = None
+        if not is_flat:
+            self._intra = IntraPlan(network, intra_codec, self.flat, whole=whole)
         self._inside: list[JoinedUnit] = []  # of the tensor that is planned
-        if network.intra is None:
-            self.flat = flat(network, state, divide_last=divide_last)
-            return
-        if network.intra.inter is not None:
-            self.flat = flat(network.intra.inter, state)
-        self._intra = IntraPlan(network, intra_codec, self.flat, whole=whole)
 
     def free(self) -> None:
         """Memory of payloads: what is planned from now on has new ones."""
