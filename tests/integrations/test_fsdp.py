@@ -528,3 +528,10 @@ def test_what_cannot_work_is_refused() -> None:
     unequal = "int8" if dist.get_rank() else "int4"
     with pytest.raises(ValueError, match="codec"):
         compress_fsdp(sharded(shard), unequal, mesh=mesh)
+    net = sharded(shard)
+    first = compress_fsdp(net, "int8", mesh=mesh)
+    for again in (None, "int8"):
+        with pytest.raises(ValueError, match="compress_fsdp was called on it before; close"):
+            compress_fsdp(net, "qsgd", mesh=mesh, parameters=again)
+    first.close()
+    compress_fsdp(net, "int8", mesh=mesh).close()

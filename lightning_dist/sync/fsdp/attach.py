@@ -126,7 +126,8 @@ def compress_fsdp(
 
     Raises:
         ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
-            a way in which gradients cannot be exchanged afterwards; ranks whose settings differ.
+            a way in which gradients cannot be exchanged afterwards, or that is compressed already;
+            ranks whose settings differ.
     """
     settings = checked_settings(
         codec,
@@ -138,6 +139,11 @@ def compress_fsdp(
         commit=commit,
     )
     scale = loss_scale_of(grad_scaler)
+    if exchange_of(model) is not None:
+        raise ValueError(
+            "A sharded model is compressed once, and compress_fsdp was called on it before; close "
+            "what it returned first"
+        )
     if isinstance(settings, ShardSettings):
         return attach_shards(model, settings, mesh=mesh, grad_scale=scale)
     return attach_replicas(model, settings, mesh=mesh, grad_scale=scale)
