@@ -1,1 +1,1 @@
-"""What all rooms use: names of torch, features, devices, log, console, versions."""
+"""Private names of torch, features, devices, log, console and versions, for all rooms."""

@@ -1,10 +1,10 @@
 """Private and version-dependent names of torch that several rooms use.
 
 The names of one feature alone stand beside it, in a ``private.py`` of its room:
-``checkpoint/``, ``elastic/``, ``sync/fsdp/``, and those of the frameworks in
-``frameworks/``. Nothing else in the package touches a
-private attribute of torch, but for its compiler's in ``kernels/``. Each function says why no public
-way serves; the names are verified by feature, where it is used first.
+``checkpoint/``, ``elastic/``, ``sync/fsdp/``, and those of the frameworks in ``frameworks/``.
+Nothing else in the package touches a private attribute of torch, but for its compiler's in
+``kernels/``. Each function says why no public way serves; the names are verified by feature, where
+it is used first.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ class Reducer(Pipeline):
     """Averages flat tensors made of named slices over the ranks of a network, compressed.
 
     A step is :meth:`start` for every tensor, then :meth:`finish`. Adapters make the tensors:
-    DistributedDataParallel's buckets come from ``integrations.torch.buckets``. Several reducers may
-    be in the middle of a step at once, each with tensors and state of its own; over the same
-    network they share an executor, and all ranks call them in the same order.
+    DistributedDataParallel's buckets come from ``sync.buckets``. Several reducers may be in the
+    middle of a step at once, each with tensors and state of its own; over the same network they
+    share an executor, and all ranks call them in the same order.
 
     Args:
         names: name of every parameter that a slice may be of.

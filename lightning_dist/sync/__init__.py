@@ -1,1 +1,1 @@
-"""What a training step sends: gradients under DDP, shards of FSDP2, what local steps changed."""
+"""Synchronisation of a training step: gradients under DDP, shards of FSDP2, local steps."""

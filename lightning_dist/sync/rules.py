@@ -332,3 +332,15 @@ def require_one_momentum(
                 f"{type(optimizer).__name__} has its own; use torch.optim.SGD without momentum, or "
                 "'topk'"
             )
+
+
+def require_first(attached: object | None, *, name: str) -> None:
+    """Raise ValueError where ``name`` was called on a model before, and ``attached`` is still open.
+
+    Both would exchange in each step, and closing one would take the hooks of the other.
+    """
+    if attached is not None:
+        raise ValueError(
+            f"A model is compressed once, and {name} was called on it before; close what it "
+            "returned first"
+        )

@@ -215,6 +215,16 @@ def test_optimizers_and_models_that_exchange_themselves_are_refused(world: World
 
 
 @on_threads(2)
+def test_a_model_that_has_updates_already_is_refused(world: World) -> None:
+    """Both would count each step of the optimizer, and make outer steps."""
+    first = world.worker(plain())
+    with pytest.raises(ValueError, match="local_updates was called on it before; close"):
+        world.worker(first.model)
+    first.updates.close()
+    world.worker(first.model)
+
+
+@on_threads(2)
 def test_ranks_with_different_settings_are_refused(world: World) -> None:
     with pytest.raises(ValueError, match="sync_every: 4 on rank 0; 5 on rank 1"):
         world.worker(plain(), sync_every=4 + world.rank.rank)

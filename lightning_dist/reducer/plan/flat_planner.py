@@ -76,7 +76,7 @@ class FlatPlanner:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers that units share."""
+        """Bytes of the buffers that units share."""
         return 0 if self._payloads is None else self._payloads.nbytes
 
     def compile_no_more(self) -> None:
@@ -85,7 +85,7 @@ class FlatPlanner:
 
     @property
     def is_fused(self) -> bool:
-        """Whether any kernels are compiled."""
+        """True if any kernels are compiled."""
         return bool(self.sparse_passes) or any(
             plan.kernels.is_fused for plan in self._blocks.values()
         )

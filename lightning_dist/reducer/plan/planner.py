@@ -111,7 +111,7 @@ class Planner:
 
     @property
     def is_fused(self) -> bool:
-        """Whether any kernels of the flat network are compiled."""
+        """True if any kernels of the flat network are compiled."""
         return self.flat is not None and self.flat.is_fused
 
     def kinds(self, codec: Codec) -> Sequence[str]:
@@ -213,7 +213,7 @@ class Planner:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers that units share."""
+        """Bytes of the buffers that units share."""
         inside = 0 if self._intra is None else self._intra.memory.nbytes
         return inside + (0 if self.flat is None else self.flat.nbytes)
 

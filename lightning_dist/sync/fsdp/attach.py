@@ -36,7 +36,7 @@ from lightning_dist.sync.fsdp.settings import ShardSettings, checked_settings
 from lightning_dist.sync.fsdp.shards import CompressedShards
 from lightning_dist.sync.networks import sharded_network
 from lightning_dist.sync.optimizers import OptimizerWatch
-from lightning_dist.sync.rules import require_effect
+from lightning_dist.sync.rules import require_effect, require_first
 
 ShardedExchange: TypeAlias = ShardedGradients | CompressedShards
 """Compression of a sharded model: between its replicas, or over all ranks."""
@@ -139,11 +139,6 @@ def compress_fsdp(
         commit=commit,
     )
     scale = loss_scale_of(grad_scaler)
-    if exchange_of(model) is not None:
-        raise ValueError(
-            "A sharded model is compressed once, and compress_fsdp was called on it before; close "
-            "what it returned first"
-        )
     if isinstance(settings, ShardSettings):
         return attach_shards(model, settings, mesh=mesh, grad_scale=scale)
     return attach_replicas(model, settings, mesh=mesh, grad_scale=scale)
@@ -159,8 +154,9 @@ def attach_shards(
     """:func:`compress_fsdp` with ``parameters=`` and checked settings. Collective.
 
     Raises:
-        ValueError: a GradScaler and error feedback.
+        ValueError: a GradScaler and error feedback; a model that is compressed already.
     """
+    require_first(exchange_of(model), name="compress_fsdp")
     if grad_scale is not None and settings.memory:
         raise ValueError(
             "With parameters= and error_feedback=True gradients must not be scaled, got a "
@@ -187,6 +183,7 @@ def attach_replicas(
             step count go on.
         grad_scale: as of :class:`Reducer`.
     """
+    require_first(exchange_of(model), name="compress_fsdp")
     continue_from = if_attached_to(model, continue_from)
     groups = trained_groups(model, mesh)
     names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}

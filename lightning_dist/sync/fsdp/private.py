@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-# The schedule of a pipeline calls nothing else after the backward passes of all micro-batches.
+# The schedule of a pipeline reduces gradients after the backward passes of all micro-batches.
 def after_reductions(model: FSDPModule, call: Callable[[], None]) -> Callable[[], None]:
     """Call ``call`` whenever the gradients of the root ``model`` are reduced.
 

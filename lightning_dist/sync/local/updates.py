@@ -36,7 +36,7 @@ from lightning_dist.sync.local.settings import (
 )
 from lightning_dist.sync.local.shards import WorkerShards, workers_of
 from lightning_dist.sync.networks import Groups, network_over
-from lightning_dist.sync.rules import require_compressible
+from lightning_dist.sync.rules import require_compressible, require_first
 from lightning_dist.sync.trained import TrainedSet
 
 _attached: WeakKeyDictionary[nn.Module, ref[LocalUpdates]] = WeakKeyDictionary()
@@ -218,6 +218,7 @@ def attach(
         synced.require_backward_grad_sync = False
         synced = None
     require_compressible(module)
+    require_first(updates_of(module), name="local_updates")
     world = dist.group.WORLD if groups is None else groups[0]
     if world is None:
         raise ValueError("Local updates need a process group; call init_process_group first")
