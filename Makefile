@@ -16,7 +16,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv/lowest
 TRITON := .venv/triton
-# For two cores: tests wait for their processes for half of the time (tests/slots.py bounds those).
+# For two cores: tests wait for their processes for half of the time (tests/runner/slots.py bounds those).
 WORKERS ?= 4
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SITE ?= site
@@ -47,10 +47,10 @@ test: install
 # In one run: while a test of a whole job waits for its processes, others use the cores. Tests that
 # fail run once more, alone.
 test-all: install
-	$(BIN)/python -m tests.rerun_failed test_out/all $(PARALLEL) -m "not exhaustive"
+	$(BIN)/python -m tests.runner.rerun_failed test_out/all $(PARALLEL) -m "not exhaustive"
 
 test-exhaustive: $(TRITON)/installed
-	$(TRITON)/bin/python -m tests.rerun_failed test_out/exhaustive $(PARALLEL) -m exhaustive
+	$(TRITON)/bin/python -m tests.runner.rerun_failed test_out/exhaustive $(PARALLEL) -m exhaustive
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
@@ -76,18 +76,19 @@ $(TRITON)/installed: .venv/installed
 
 # torch for CPUs does not bring Triton, and with torch for CUDA its version is torch's.
 test-triton: $(TRITON)/installed
-	$(TRITON)/bin/python -m tests.rerun_failed test_out/triton -n 2 -m "not exhaustive" tests/kernels \
+	$(TRITON)/bin/python -m tests.runner.rerun_failed test_out/triton -n 2 -m "not exhaustive" tests/kernels \
 	  tests/simulated_device/test_cases.py::test_cases[ci-cases_tables.py] \
-	  tests/test_documents.py::test_blocks_run_on_two_ranks[write-your-own-codec]
+	  tests/documents/test_documents.py::test_blocks_run_on_two_ranks[write-your-own-codec]
 
 test-lowest: $(LOWEST)/installed
-	$(LOWEST)/bin/python -m tests.rerun_failed test_out/lowest -n 0 -m "not exhaustive" \
-	  $(addprefix tests/integrations/test_,private_names.py \
-	  async_checkpoint_files.py elastic_resume.py accelerate_state.py \
-	  wrong_strategy.py trainer_mixin.py recovery_refusals.py loop.py::test_later_starts_go_on_to_the_same_end \
+	$(LOWEST)/bin/python -m tests.runner.rerun_failed test_out/lowest -n 0 -m "not exhaustive" \
+	  $(addprefix tests/,base/test_private_names.py cli/test_profile_command.py profiling/report/test_page.py \
+	  elastic/recovery/test_recovery_refusals.py elastic/loop/test_loop.py::test_later_starts_go_on_to_the_same_end) \
+	  $(addprefix tests/frameworks/,strategies/test_wrong_strategy.py lightning/elastic/test_elastic_resume.py \
+	  lightning/checkpoint/test_async_checkpoint_files.py) \
+	  $(addprefix tests/frameworks/accelerate/test_,accelerate_state.py trainer_mixin.py \
 	  accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit) \
-	  $(addprefix tests/,cli/test_profile_command.py profiling/test_page.py) \
-	  tests/test_documents.py::test_blocks_run_on_two_ranks[accelerate]
+	  tests/documents/test_documents.py::test_blocks_run_on_two_ranks[accelerate]
 
 # One environment at a time; a torch is up to 0.9 GB to fetch.
 test-versions: install
@@ -95,7 +96,7 @@ test-versions: install
 
 # Whether what the tests ran with is what `install` brings, and nothing else.
 check-install: install
-	$(BIN)/python -m tests.installed
+	$(BIN)/python -m tests.runner.installed
 
 soak: install
 	$(BIN)/python -m tests.campaigns.in_process --adapter $(ADAPTER) --trials $(TRIALS) --seed $(SEED) \

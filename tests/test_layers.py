@@ -311,3 +311,28 @@ def test_every_warning_has_the_prefix() -> None:
     assert {path: names for path, names in found.items() if names} == {}
     assert unprefixed("warnings.warn(text)") == ["warnings.warn"]
     assert unprefixed("Saves(warn=rank_zero_warn)") == ["rank_zero_warn"]
+
+
+BESIDE_ROOMS = {"benchmarks", "campaigns", "documents", "examples"} | {
+    *("runner", "simulated_device", "support"),
+}
+"""Folders of tests that are of no room of the package, or that many tests use."""
+
+
+def misplaced(folders: Sequence[Path], tests: Path) -> list[str]:
+    """Folders of tests that are not where the package has a folder, or have over 25 files."""
+    return [
+        str(folder)
+        for folder in folders
+        if folder.parts[:1] not in [(each,) for each in BESIDE_ROOMS]
+        and not (PACKAGE / folder).is_dir()
+        or len([*(tests / folder).glob("*.*")]) > 25
+    ]
+
+
+def test_tests_are_where_their_room_is() -> None:
+    tests = Path(__file__).parent
+    folders = sorted({path.parent.relative_to(tests) for path in tests.rglob("*.py")})
+    assert Path("elastic/recovery") in folders
+    assert misplaced(folders, tests) == []
+    assert misplaced([Path("integrations"), Path("runner")], tests) == ["integrations"]

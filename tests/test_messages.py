@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import ROOT
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -249,7 +250,6 @@ def test_nobody_makes_another_one() -> None:
     assert [Path(each).name for each in found] == ["console.py"]
 
 
-ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "lightning_dist"
 PAGES = [

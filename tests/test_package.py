@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from processes import run
+from processes import ROOT, run
 
 import lightning_dist
 from tests.campaigns.versions.__main__ import VERSIONS
 
-ROOT = Path(__file__).resolve().parents[1]
 MODULE = """
 import torch
 import lightning as L

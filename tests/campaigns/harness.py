@@ -20,15 +20,13 @@ from typing import Any
 
 from benchmarks.harness.results import Record, parser_of
 from benchmarks.harness.tables import markdown
-
-_REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.runner.processes import HELPERS, ROOT
 
 
 def run_campaign(package: str) -> int:
     """Run ``main`` of ``package.campaign`` in a process that finds the helpers of the tests."""
     if importlib.util.find_spec("elastic_jobs") is None:
-        tests = _REPOSITORY / "tests"
-        paths = os.pathsep.join(map(str, (_REPOSITORY, tests, tests / "integrations")))
+        paths = os.pathsep.join(map(str, (ROOT, *HELPERS)))
         command = [sys.executable, "-m", package, *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONPATH": paths})
     code: int = importlib.import_module(f"{package}.campaign").main()
@@ -68,7 +66,7 @@ class Verdict:
 
 def without_paths(text: str) -> str:
     """``text`` without the folders of this machine."""
-    for path in (str(_REPOSITORY), sys.prefix, tempfile.gettempdir(), str(Path.home())):
+    for path in (str(ROOT), sys.prefix, tempfile.gettempdir(), str(Path.home())):
         text = text.replace(path, "...")
     return text
 

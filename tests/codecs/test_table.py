@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
-from processes import run
+from processes import HELPERS, ROOT, run
 
 from lightning_dist.codecs import (
     CODECS,
@@ -342,9 +342,8 @@ def test_a_class_is_no_codec() -> None:
         resolve_codec(Int8)  # type: ignore[arg-type]
 
 
-TESTS = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("own_codec.py")
-PAGE = TESTS.parent / "docs/write-your-own-codec.md"
+PAGE = ROOT / "docs/write-your-own-codec.md"
 
 
 def code_of(mark: str) -> str:
@@ -384,7 +383,7 @@ print("all is well")
 
 
 def run_script(python: list[str], folder: Path, *words: str | Path) -> None:
-    paths = [str(path) for path in (folder, TESTS, TESTS / "reducer")]
+    paths = [str(path) for path in (folder, *HELPERS)]
     done = run([*python, *words], limit=110, PYTHONPATH=os.pathsep.join(paths))
     assert "all is well" in done.require_success().output
 

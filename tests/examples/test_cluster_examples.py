@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import port, run, run_together
+from processes import ROOT, port, run, run_together
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 LIMIT = 110.0
 SHORT = ["--steps", "12"]

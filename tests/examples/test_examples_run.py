@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Finished, port, run, torchrun
+from processes import ROOT, Finished, port, run, torchrun
 from wandb_runs import history
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 LIMIT = 110.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT * 2 + 20)]

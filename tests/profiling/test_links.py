@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from changed_runs import changed
 from hypothesis import given
 from hypothesis import strategies as st
 from linked_hosts import PlantedClock, read_row
-from planted import MS, Planted, replace, replaced
+from planted import MS, Planted, changed, replace, replaced
 from threads import of_all, on_threads
 from worlds import ALL_GATHER, Rank, run_threads
 

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 
 from tests.campaigns.mutants.drawing import Mutant, draw
 from tests.campaigns.mutants.hits import Place, seconds_of_tests, tests_of_blocks
-from tests.processes import environment_of, kill_tree
+from tests.runner.processes import environment_of, kill_tree
 
 ROOT = Path(__file__).resolve().parents[3]
 TIERS = {"ci": "not exhaustive", "exhaustive": "exhaustive"}

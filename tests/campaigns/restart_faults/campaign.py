@@ -71,7 +71,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def job_of(trial: Trial, folder: Path) -> elastic_jobs.Job:
-    """The trainings of tests/integrations/, for the faults of a trial."""
+    """The trainings of tests/support/, for the faults of a trial."""
     setup = trial.setup
     elastic = {
         "max_to_keep": trial.keep,

@@ -217,7 +217,7 @@ PLACES = {
     "batch end": "after_step",
     "epoch end": "after_epoch",
 }
-"""Phases of a loop of the user's own, and where tests/integrations/loop_runs.py meets them."""
+"""Phases of a loop of the user's own, and where tests/support/loop_runs.py meets them."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from benchmarks.harness.results import of_tests, parser_of, recording, say
 from benchmarks.versions import FEATURES, IMPORT, LOSSES
 from lightning_dist.base.versions import installed_version
 from tests.campaigns.versions.environments import LIMIT, ROOT, environment, told
-from tests.processes import environment_of
+from tests.runner.processes import environment_of
 
 VERSIONS = (
     *(f"torch=={each}" for each in ("2.7.1", "2.9.1", "2.11.0", "2.14.1", "2.15.0")),
@@ -31,42 +31,50 @@ VERSIONS = (
     "accelerate==1.10.1",
 )
 """Beside those that all tests run with."""
-_DDP = (
-    *("test_plain_ddp.py", "test_delayed_gradients.py", "test_refusals_of_groups.py"),
-    "test_pipelines.py",
-)
+_ACCELERATE, _LIGHTNING = "frameworks/accelerate", "frameworks/lightning"
 ROOMS = {
     "Gradient compression and local steps": (
-        *(f"tests/{each}" for each in ("codecs", "exchange", "topology", "kernels", "reducer")),
-        "tests/test_onebit_adam.py",
-        *(f"tests/integrations/{each}" for each in _DDP),
-        *(f"tests/integrations/test_local_{each}.py" for each in ("updates", "trained", "state")),
+        *("codecs", "exchange", "ranks", "kernels", "reducer", "sync/test_onebit_adam.py"),
+        *("sync/test_plain_ddp.py", "sync/test_delayed_gradients.py", "sync/test_pipelines.py"),
+        *("sync/test_refusals_of_groups.py", "sync/local/test_local_updates.py"),
+        *("sync/local/test_local_trained.py", "sync/local/test_local_state.py"),
     ),
-    "FSDP2": tuple(f"tests/integrations/test_fsdp{each}.py" for each in ("", "_codecs", "_shards")),
-    "Asynchronous checkpoints": ("tests/checkpoint",),
-    "Checkpoints of sharded models": ("tests/integrations/test_model_parallel_checkpoints.py",),
-    "lightning-dist launch": ("tests/integrations/test_launchers.py",),
-    "Elastic restart": ("tests/elastic", "tests/integrations/test_loop.py"),
-    "recovery='in_process'": ("tests/integrations/test_recovery.py",),
-    "CommProfiler": ("tests/profiling", "tests/integrations/test_comm_profiler.py"),
+    "FSDP2": ("sync/fsdp",),
+    "Asynchronous checkpoints": ("checkpoint",),
+    "Checkpoints of sharded models": ("frameworks/strategies/test_model_parallel_checkpoints.py",),
+    "lightning-dist launch": (f"{_LIGHTNING}/test_launchers.py",),
+    "Elastic restart": (
+        *("elastic/data", "elastic/launcher", "elastic/process", "elastic/loop/test_loop.py"),
+        *("elastic/test_journal.py", "elastic/test_progress.py"),
+        *("elastic/recovery/test_fork_server.py", "elastic/recovery/test_generations.py"),
+        *(
+            f"elastic/recovery/test_recovery_{e}.py"
+            for e in ("coordinator", "launcher", "protocol")
+        ),
+    ),
+    "recovery='in_process'": ("elastic/recovery/test_recovery.py",),
+    "CommProfiler": ("profiling",),
     "Strategies for Lightning": (
-        *(f"tests/integrations/test_{each}.py" for each in ("lightning_training", "command_line")),
-        "tests/integrations/test_local_steps_lightning.py",
+        *(f"{_LIGHTNING}/test_lightning_training.py", f"{_LIGHTNING}/test_command_line.py"),
+        f"{_LIGHTNING}/test_local_steps_lightning.py",
     ),
-    "Strategies for Fabric": ("tests/integrations/test_fabric.py",),
+    "Strategies for Fabric": ("frameworks/fabric",),
     "AsyncCheckpoint": (
-        *(f"tests/integrations/test_async_checkpoint_{each}.py" for each in ("files", "errors")),
-        "tests/integrations/test_lightning_checkpoints.py",
+        *(
+            f"{_LIGHTNING}/checkpoint/test_async_checkpoint_{each}.py"
+            for each in ("files", "errors")
+        ),
+        f"{_LIGHTNING}/checkpoint/test_lightning_checkpoints.py",
     ),
-    "ElasticRestart": ("tests/integrations/test_elastic_resume.py",),
-    "recovery='in_process' of a Trainer": ("tests/integrations/test_trainer_recovery.py",),
+    "ElasticRestart": (f"{_LIGHTNING}/elastic/test_elastic_resume.py",),
+    "recovery='in_process' of a Trainer": (f"{_LIGHTNING}/test_trainer_recovery.py",),
     "CompressedDDPPlugin": (
-        *(f"tests/integrations/test_accelerate_{each}.py" for each in ("plugin", "state")),
+        *(f"{_ACCELERATE}/test_accelerate_{each}.py" for each in ("plugin", "state")),
     ),
     "lightning-dist config and launch for Accelerate": (
-        *(f"tests/integrations/test_{each}.py" for each in ("run_module", "accelerate_programs")),
+        *(f"{_ACCELERATE}/test_{each}.py" for each in ("run_module", "accelerate_programs")),
     ),
-    "CompressedDDPMixin": ("tests/integrations/test_trainer_mixin.py",),
+    "CompressedDDPMixin": (f"{_ACCELERATE}/test_trainer_mixin.py",),
 }
 """Tests by feature, or by a part that every version has. With a version of Lightning or Accelerate
 those of its features run."""
@@ -92,7 +100,7 @@ def tested(python: str, variables: Mapping[str, str], feature: str) -> dict[str,
             command += ["-m", "not exhaustive"]
         try:
             subprocess.run(
-                [*command, *ROOMS[feature]],
+                [*command, *(f"tests/{each}" for each in ROOMS[feature])],
                 cwd=ROOT,
                 env=dict(variables),
                 capture_output=True,

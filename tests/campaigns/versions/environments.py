@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns.versions.stand_ins import stand_ins_for
-from tests.processes import environment_of
+from tests.runner.processes import environment_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 1500.0
