@@ -324,8 +324,10 @@ def misplaced(folders: Sequence[Path], tests: Path) -> list[str]:
     return [
         str(folder)
         for folder in folders
-        if folder.parts[:1] not in [(each,) for each in BESIDE_ROOMS]
-        and not (PACKAGE / folder).is_dir()
+        if (
+            folder.parts[:1] not in [(each,) for each in BESIDE_ROOMS]
+            and not (PACKAGE / folder).is_dir()
+        )
         or len([*(tests / folder).glob("*.*")]) > 25
     ]
 
