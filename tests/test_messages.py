@@ -5,7 +5,7 @@ import pty
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from messages import message, refused
 from processes import ROOT
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -25,12 +26,6 @@ from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.codecs import Int8, resolve_codec
 from lightning_dist.settings.exchange import Settings
 from lightning_dist.sync.ddp import compress_ddp
-
-
-def message(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(ValueError) as error:  # noqa: PT011  (the callers compare the whole text)
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("codec", ["int7", "", 8, None])
@@ -88,17 +83,6 @@ def test_a_module_that_is_not_ddp() -> None:
         "compress_ddp needs a DistributedDataParallel, got Linear; wrap the model first: "
         "DistributedDataParallel(model); compress_fsdp is for those of fully_shard"
     )
-
-
-def refused(wrap: Callable[[Rank], DistributedDataParallel], **settings: Any) -> str:
-    """The message of compress_ddp in a world of two, the same on both ranks."""
-
-    def body(rank: Rank) -> str:
-        return message(compress_ddp, wrap(rank), groups=rank.groups(), **settings)
-
-    first, second = run_threads(body, 2)
-    assert first == second
-    return first
 
 
 def test_a_grad_scaler_that_is_none() -> None:

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from feeding import Fed, Tensors, backward, compressed, feed, residuals
 from interpreted import in_tables
-from reducer.feeding import Fed, Tensors, backward, compressed, feed, residuals
 from torch import Tensor
 from worlds import Rank, run_threads
 

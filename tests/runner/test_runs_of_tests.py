@@ -358,7 +358,7 @@ def test_failures_name_the_ranks_and_the_next_test_has_a_new_world(tmp_path: Pat
         "-p",
         "no:cacheprovider",
         "-o",
-        "pythonpath=" + " ".join(map(str, (ROOT, *HELPERS))),
+        "pythonpath=" + " ".join(map(str, (ROOT, ROOT / "tests", *HELPERS))),
         "-rs",
     ]
     found = run([sys.executable, "-m", "pytest", *words, tmp_path], limit=150)

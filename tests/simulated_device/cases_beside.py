@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.snapshots import assert_equal
-from reducer.feeding import Fed, backward, compressed, digest
+from feeding import Fed, backward, compressed, digest
+from snapshots import assert_equal
 from torch import nn
 from torch.utils._pytree import tree_map
 from worlds import Rank, run_threads

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from reducer.feeding import (
+from feeding import (
     EVERY_CODEC,
     PER_LEVEL,
     Fed,
@@ -24,7 +24,7 @@ from reducer.feeding import (
     gradients,
     held,
 )
-from reducer.layouts import FORMS, Layout, flat
+from layouts import FORMS, Layout, flat
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.interpreted import in_tables
-from reducer.feeding import Fed, Tensors, backward, compressed, digest, feed, gradients, held
+from feeding import Fed, Tensors, backward, compressed, digest, feed, gradients, held
+from interpreted import in_tables
 from torch import Tensor
 from worlds import Rank, run_threads
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from messages import refused
 from replicas import of_all as of_ranks
 from replicas import require_equal
 from scenarios.accelerating import forget_accelerators
@@ -19,7 +20,6 @@ from scenarios.fitting import compressed as compressed_net
 from scenarios.fitting import make_trainer, parameters
 from scenarios.models import Regression, loader
 from scenarios.world import rank, world_size
-from test_messages import refused
 from threads import of_all, on_threads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import message
 from needs import needs
-from test_messages import message
 from threads import on_threads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

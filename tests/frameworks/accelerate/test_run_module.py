@@ -57,7 +57,7 @@ def test_with_a_method_every_rank_takes_local_steps(quick_python: list[str]) -> 
 def test_a_module_and_its_arguments(quick_python: list[str]) -> None:
     words = [*quick_python, "-m", "lightning_dist.run"]
     words += ["-m", "unchanged_training", "--no-model"]
-    done = run(words, limit=60).require_success()
+    done = run(words, limit=60, PYTHONPATH=str(HERE)).require_success()
     assert "unchanged_training has prepared no model with an Accelerator" in done.output
 
 

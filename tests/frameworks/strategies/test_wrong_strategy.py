@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
+from messages import message
 from processes import run
-from test_messages import message
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
