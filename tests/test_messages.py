@@ -24,7 +24,7 @@ import lightning_dist
 from lightning_dist.base.console import print_table, stdout_console
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.codecs import Int8, resolve_codec
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.ddp import compress_ddp
 
 
@@ -50,7 +50,7 @@ def test_block_size(block_size: int) -> None:
 
 
 def test_settings_at_their_edges_are_taken() -> None:
-    settings = Settings.check(min_compress_numel=0, start_step=0, hierarchical=False)
+    settings = ExchangeSettings(min_compress_numel=0, start_step=0, hierarchical=False)
     assert (settings.min_compress_numel, settings.start_step) == (0, 0)
     assert (Int8(16).block, Int8(65536).block) == (16, 65536)
 

@@ -54,8 +54,8 @@ from torch.optim import Optimizer
 
 from lightning_dist import compress_ddp, compress_fsdp, local_updates
 from lightning_dist.codecs import BlockCodec, resolve_codec
+from lightning_dist.settings.local_updates import default_codec
 from lightning_dist.sync.local.outer_steps import LocalUpdates
-from lightning_dist.sync.local.settings import default_codec
 from lightning_dist.sync.networks import Groups
 
 COMPUTE_ROW, DDP_ROW, FP16_ROW = BASELINES = ("no-comm", "ddp", "torch-fp16-hook")

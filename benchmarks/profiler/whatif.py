@@ -160,9 +160,9 @@ def run(
         # A first exchange, in which buffers are made, up to where nothing is under way; DDP puts
         # its buckets in another order after the first.
         updates = training.row.updates
-        schedule = updates and updates.schedule
+        local = updates and updates.settings
         first = 1 if subject == FSDP else 3
-        training.steps(schedule.sync_every + schedule.overlap_steps if schedule else first)
+        training.steps(local.sync_every + local.overlap_steps if local else first)
         return training
 
     dist.barrier()
@@ -173,9 +173,9 @@ def run(
     made = {name: make(name) for name in rows}
     yield from _turns(made, seconds=seconds)
     for name, training in made.items():
-        schedule = training.row.updates and training.row.updates.schedule
-        names = ("sync_every", "fragments", "overlap_steps") if schedule else ()
-        local = {each: getattr(schedule, each) for each in names}
+        settings = training.row.updates and training.row.updates.settings
+        names = ("sync_every", "fragments", "overlap_steps") if settings else ()
+        local = {each: getattr(settings, each) for each in names}
         yield {"row": name, "identical": training.end()["identical"], "local": local}
 
 

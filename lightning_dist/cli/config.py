@@ -16,38 +16,16 @@ from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
 from lightning_dist.settings import CONFIG, OPTIONS, Resolved, read, resolve, write
+from lightning_dist.settings.declared import settings_of
+from lightning_dist.settings.exchange import ExchangeSettings, is_by_level
 from lightning_dist.settings.files import accelerate_default, check, parse, sidecar_of
-from lightning_dist.settings.options import (
-    METHODS,
-    OF_DDP,
-    OF_LOCAL,
-    OF_SHARDS,
-    is_by_level,
-    require_fit,
-    require_of_shards,
-    require_only,
-)
+from lightning_dist.settings.local_updates import METHODS, LocalUpdateSettings, default_codec
+from lightning_dist.settings.options import require_fit
+from lightning_dist.settings.resolve import CODE
+from lightning_dist.settings.sharded import ShardedSettings
 
 _WORDS = ("true", "false", "auto", "leader", "immediate", "deferred", "null", *METHODS)
 """Values that shells complete, of the settings that take them."""
-
-_QUESTIONS = {
-    "method": "Exchange every few steps (local updates)? diloco, streaming, ...; null: every step",
-    "sync_every": "Local steps between two exchanges of a parameter; null: by method",
-    "fragments": "Parts of the model that are exchanged in turn; null: by method",
-    "overlap_steps": "Steps that an exchange has before its mean is used; null: by method",
-    "ddp_steps": "Steps of plain DDP before the first local one; null: none",
-    "codec": "The codec of what is sent, with options; `lightning-dist codecs` lists them",
-    "error_feedback": "Error feedback: send later what the codec loses? true, false or auto",
-    "hierarchical": "Reduce inside every node first? true, false, auto or leader",
-    "ranks_per_node": "Consecutive ranks of a node; null: by host name",
-    "min_compress_numel": "Elements below which a tensor is not compressed; null: by codec",
-    "start_step": "Steps before compression starts",
-    "compile_kernels": "Compile the codec's kernels at the start? true, false or auto",
-    "commit": "When are residuals written? auto, immediate or deferred",
-    "parameters": "Codec of the parameters of a model without replicas; null: it has replicas",
-    "delay": "Apply each mean one step late, so that its exchange has a whole step? 0 or 1",
-}
 
 
 @reported
@@ -133,7 +111,9 @@ def _completed(incomplete: str) -> list[str]:
     if key == "codec":
         return [f"codec={name}" for name in codec_names(value)]
     option = OPTIONS.get(key)
-    words = [word for word in _WORDS if option is not None and option.fits(parse(word))]
+    words = [
+        word for word in _WORDS if option is not None and option.outside_rule.fits(parse(word))
+    ]
     return [f"{key}={word}" for word in words if word.startswith(value)]
 
 
@@ -173,11 +153,11 @@ def _write(
         for note in theirs.change(config, others):
             typer.echo(f"lightning-dist: {note}", err=True)
     if anew:
-        options = {name: OPTIONS[name].default for name in OF_DDP}
+        options = {name: each.default for name, each in settings_of(ExchangeSettings).items()}
     else:
         options = read(sidecar) if sidecar.is_file() else {}
     if ours.get("method") and "codec" not in ours:
-        options["codec"] = _codec_of(ours["method"])
+        options["codec"] = default_codec(ours["method"])
     options.update(ours)
     training = theirs.load(path) if config is None else config
     require_possible(options, shards=theirs.fsdp_version(training) == 2)
@@ -196,24 +176,19 @@ def _ask(known: Mapping[str, Any], *, shards: bool) -> dict[str, Any]:
     if not shards and (method := _answer("method", known)):
         options["method"] = method
         if method != known.get("method"):
-            known = {**known, "codec": _codec_of(method)}
-    names = OF_SHARDS if shards else OF_LOCAL if options else OF_DDP
+            known = {**known, "codec": default_codec(method)}
+    family = ShardedSettings if shards else LocalUpdateSettings if options else ExchangeSettings
+    names = settings_of(family)
     kept = {name: value for name, value in known.items() if name in names}
-    asked = [name for name in _QUESTIONS if name in names and name not in options]
+    asked = [name for name, each in names.items() if each.ask and name not in options]
     return {**kept, **options, **{name: _answer(name, kept) for name in asked}}
-
-
-def _codec_of(method: Any) -> str:
-    from lightning_dist.sync.local.settings import default_codec  # torch
-
-    return default_codec(method)
 
 
 def _answer(name: str, known: Mapping[str, Any]) -> Any:
     """The answer to one of our questions; a wrong one is asked again."""
-    offered = known.get(name, OPTIONS[name].default)
+    offered = known.get(name, OPTIONS[name].outside_default)
     while True:
-        text = str(typer.prompt(_QUESTIONS[name], default=_text(offered)))
+        text = str(typer.prompt(OPTIONS[name].ask, default=_text(offered)))
         try:
             value = parse(text)
             require_fit(OPTIONS[name], value, where="your answer")
@@ -241,22 +216,14 @@ def require_possible(options: Mapping[str, Any], *, shards: bool = False) -> Non
     Raises:
         ValueError: with the rule, the value and what to do.
     """
-    from lightning_dist.settings.exchange import Settings
-    from lightning_dist.sync.fsdp.settings import checked_settings  # torch
-    from lightning_dist.sync.local.updates import checked
-
     if "codec" in options:
         _require_codec(options["codec"])
+    family: type[ExchangeSettings] = ExchangeSettings
     if shards or options.get("parameters") is not None:
-        known = {name: OPTIONS[name].default for name in ("codec", "parameters")}
-        checked_settings(**{**known, **require_of_shards(options)})
-    elif options.get("method") is None:
-        Settings.check(
-            **require_only(options, OF_DDP, under="under DDP (set method for local steps)")
-        )
-    else:
-        local = require_only(options, OF_LOCAL, under="with local updates")
-        checked(**{name: value for name, value in local.items() if value is not None})
+        family = ShardedSettings
+    elif options.get("method") is not None:
+        family = LocalUpdateSettings
+    Resolved(dict(options), dict.fromkeys(options, CODE), ()).make(family)
 
 
 def _show(resolved: Resolved, *, config: Path, as_json: bool) -> None:

@@ -21,7 +21,7 @@ from lightning_dist.reducer.plan.slices import (
     slices_of,
 )
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 _META = torch.device("meta")
 _LARGE = 1 << 16
@@ -55,7 +55,9 @@ def first_compressed_step(policy: Codec, shapes: Mapping[str, Shape]) -> int | N
     return None
 
 
-def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: Network) -> Expected:
+def expected_traffic(
+    names: Mapping[Tensor, str], settings: ExchangeSettings, network: Network
+) -> Expected:
     """Traffic that :class:`~lightning_dist.reducer.reducer.Reducer` will count. Not collective.
 
     DDP's buckets are not known yet, so padding at their ends is left out.
@@ -66,7 +68,7 @@ def expected_traffic(names: Mapping[Tensor, str], settings: Settings, network: N
     planner = Planner(
         _without_memory(network, network.device),
         ReducerState(),
-        error_feedback=settings.error_feedback,
+        memory_of=settings.memory_of,
         intra_codec=settings.intra,
         whole=matrices(policy, {name: tuple(p.shape) for name, p in trained.items()}),
     )

@@ -57,7 +57,7 @@ class Passes:
         planner = Planner(
             Network(channel, channel, Topology(("host",) * ranks, 0), device),
             ReducerState(),
-            error_feedback=feedback,
+            memory_of=lambda each: each.memory(feedback),
             intra_codec=NoCompression(),
             immediate=True,
             tables=fused,

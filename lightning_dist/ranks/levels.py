@@ -38,23 +38,20 @@ def levels_of(nodes: Nodes, *, leader: bool) -> tuple[Level, Level]:
     return inside, Level(between, 0, Fraction(1, len(nodes)))
 
 
-def nodes_of(groups: Sequence[Any]) -> Nodes:
-    """Sequences of ranks -> tuples.
-
-    Raises:
-        ValueError: something else than groups of ranks, or an empty one.
-    """
+def is_nodes(groups: object) -> bool:
+    """Whether these are groups of ranks, none of them empty."""
 
     def is_list(value: object) -> bool:
         return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
 
-    if not is_list(groups) or not all(
-        is_list(ranks) and all(type(rank) is int for rank in ranks) for ranks in groups
-    ):
-        raise ValueError(
-            "rank_groups must be groups of ranks (int), none of them empty, like [[0, 1], [2, 3]], "
-            f"got {groups!r}"
-        )
+    return is_list(groups) and all(
+        is_list(ranks) and all(type(rank) is int for rank in ranks)
+        for ranks in groups  # type: ignore[attr-defined]
+    )
+
+
+def nodes_of(groups: Sequence[Any]) -> Nodes:
+    """Sequences of ranks -> tuples."""
     return tuple(map(tuple, groups))
 
 

@@ -36,7 +36,7 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.units.base import CodecGroup, decode_all, staggered
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 _COMPARED_EVERY = 100
 
@@ -61,7 +61,7 @@ class Pipeline:
     def __init__(
         self,
         *,
-        settings: Settings,
+        settings: ExchangeSettings,
         network: Network,
         state: ReducerState | None,
         grad_scale: Callable[[], Tensor | None] | None,

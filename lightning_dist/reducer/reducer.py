@@ -35,7 +35,7 @@ from lightning_dist.reducer.plan.slices import (
 from lightning_dist.reducer.saved import require_mapping, require_names, require_one_state
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import run_config
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 log = get_logger(__name__)
 
@@ -76,7 +76,7 @@ class Reducer(Pipeline):
         self,
         names: Mapping[Tensor, str],
         *,
-        settings: Settings,
+        settings: ExchangeSettings,
         network: Network,
         state: ReducerState | None = None,
         grad_scale: Callable[[], Tensor | None] | None = None,
@@ -126,7 +126,7 @@ class Reducer(Pipeline):
         return Planner(
             network,
             self.state,
-            error_feedback=self.settings.error_feedback,
+            memory_of=self.settings.memory_of,
             intra_codec=self.settings.intra,
             whole=matrices(self.settings.policy, self._shapes),
             immediate=self.immediate,

@@ -10,7 +10,7 @@ from lightning_dist.base.versions import versions
 from lightning_dist.ranks import Topology
 from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.network import Network
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 
 @dataclass
@@ -73,14 +73,14 @@ class CommStats:
         }
 
 
-def run_config(settings: Settings, network: Network | None) -> dict[str, Any]:
+def run_config(settings: ExchangeSettings, network: Network | None) -> dict[str, Any]:
     """Codec, exchange, groups and versions of a run: plain values, the same on all ranks.
 
     Args:
         network: None where it is not known yet; nothing is said of the ranks then.
     """
     return {
-        "codec": str(settings.codec),
+        "codec": str(settings.inter),
         "codec_inside_node": str(settings.intra),
         "error_feedback": settings.error_feedback,
         "min_compress_numel": settings.min_compress_numel,

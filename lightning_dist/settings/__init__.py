@@ -1,18 +1,18 @@
-"""Settings from outside of the code: variables and YAML files. Standard library and YAML only."""
+"""What a user can set, declared once; in code, variables and YAML files. Imports no torch."""
 
 from lightning_dist.settings.files import CONFIG, PREFIX, SIDECAR, read, write
-from lightning_dist.settings.options import OPTIONS, Option
-from lightning_dist.settings.resolve import CODE, LEFT_OUT, Resolved, resolve
+from lightning_dist.settings.options import OPTIONS
+from lightning_dist.settings.resolve import CODE, FromOutside, Resolved, from_outside, resolve
 
 __all__ = [
     "CODE",
     "CONFIG",
-    "LEFT_OUT",
     "OPTIONS",
     "PREFIX",
     "SIDECAR",
-    "Option",
+    "FromOutside",
     "Resolved",
+    "from_outside",
     "read",
     "resolve",
     "write",

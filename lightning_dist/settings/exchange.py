@@ -1,216 +1,261 @@
-"""Settings of a user, checked before any process group exists."""
+"""Settings of an exchange of gradients, which all kinds of training share."""
 
+# Whatever needs torch is imported where settings are checked: the command line, which completes
+# and shows them, would take two seconds longer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning_dist._version import __version__
-from lightning_dist.codecs import (
-    CODECS,
-    POLICIES,
-    BlockCodec,
-    Codec,
-    NoCompression,
-    Uncompressed,
-    after_steps,
-    resolve_codec,
+from lightning_dist.ranks.levels import Nodes, is_nodes, nodes_of
+from lightning_dist.settings.declared import (
+    Rule,
+    choice,
+    count,
+    number,
+    optional,
+    setting,
+    settings_of,
 )
-from lightning_dist.codecs.memory import KINDS
-from lightning_dist.codecs.policies import sized
-from lightning_dist.ranks.levels import Nodes, nodes_of
+
+if TYPE_CHECKING:
+    from lightning_dist.codecs import BlockCodec, Codec
+    from lightning_dist.codecs.memory import Memory
+
+DDP, FSDP2, LOCAL, LOCAL_SHARDS = (
+    "DDP",
+    "FSDP2",
+    "local updates",
+    "local updates of a sharded model",
+)
+"""Kinds of training, each with its settings."""
+POLICIES = ("by_size", "by_name", "warmup", "after_steps")
+"""Codecs that choose codecs; here without torch."""
+_OF_LEVELS = (DDP, LOCAL)
+_OF_STEPS = (DDP, FSDP2)
+
+
+def is_by_level(codec: object) -> bool:
+    """Whether ``codec`` has one codec inside a node and one between nodes."""
+    return isinstance(codec, Mapping) and set(codec) == {"intra", "inter"}
+
+
+def is_text(value: object) -> bool:
+    """Whether ``value`` may be the name of a codec, with its options."""
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_codec(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return is_text(value)
+    if is_by_level(value):
+        return all(map(_is_codec, value.values()))
+    return len(value) == 1 and set(value) <= set(POLICIES)
+
+
+def _is_zero_or_one(value: object) -> bool:
+    return type(value) is int and value in (0, 1)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Everything that decides what travels. Equal on all ranks, or the start fails."""
+class ExchangeSettings:
+    """Everything that decides what travels under DDP. Equal on all ranks, or the start fails.
 
-    codec: Codec  # between nodes, where the exchange is hierarchical
-    intra: BlockCodec  # and inside a node
-    hierarchical: bool | Literal["auto", "leader"]
-    ranks_per_node: int | None  # None: as the names of the nodes say
-    rank_groups: Nodes | None
-    # keep what a codec loses and send it later, 4 bytes per element; "auto": as the codec says
-    error_feedback: bool | Literal["auto"]
-    # larger: fewer small tensors compressed; 0 compresses all; None: as the codec says
-    min_compress_numel: int | None
-    start_step: int  # synchronised steps before compression starts
-    compile_kernels: bool | Literal["auto"]
-    # when residuals are written: as soon as they are known, or once the whole step has landed
-    commit: Literal["auto", "immediate", "deferred"]
-    delay: int = 0  # steps after which a mean is applied
-    exchange_timeout: float | None = None  # seconds of one wait; None: as the process group says
+    Raises:
+        ValueError: a setting is out of range or cannot take effect, with the rule, the value
+            received and what to do.
+    """
 
-    @classmethod
-    def check(
-        cls,
-        codec: str | Codec | Mapping[str, Any] = "int8",
-        *,
-        error_feedback: bool | Literal["auto"] = "auto",
-        hierarchical: bool | Literal["auto", "leader"] = "auto",
-        ranks_per_node: int | None = None,
-        rank_groups: Sequence[Any] | None = None,
-        min_compress_numel: int | None = None,
-        start_step: int = 0,
-        compile_kernels: bool | Literal["auto"] = "auto",
-        commit: Literal["auto", "immediate", "deferred"] = "auto",
-        delay: int = 0,
-        exchange_timeout: float | None = None,
-    ) -> Settings:
-        """Resolve defaults and refuse what cannot take effect.
+    kind: ClassVar[str] = DDP
+    """Training in which these settings take effect."""
+    instead: ClassVar[Mapping[str, str]] = {
+        LOCAL: "give method= to a LocalUpdateStrategy, a LocalUpdatesPlugin or local_updates",
+        FSDP2: "use a CompressedModelParallelStrategy, a CompressedFSDPPlugin or compress_fsdp",
+    }
+    """What to do in the place of a setting that does not, by its name or its training."""
 
-        Raises:
-            ValueError: with the rule, the value received and what to do.
-        """
-        resolved, intra = _by_level(codec)
-        if not isinstance(error_feedback, bool) and error_feedback != "auto":
+    codec: str | Codec | Mapping[str, Any] = setting(
+        "int8",
+        Rule(
+            "a codec such as int8 or topk:ratio=0.01, a policy such as {by_size: {codec: int4}}, "
+            "or {intra: CODEC, inter: CODEC}",
+            _is_codec,
+        ),
+        'a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a codec '
+        "object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``), also as a "
+        'mapping, ``{"by_size": {"codec": "int4"}}``. In a hierarchical exchange it is the codec '
+        'between nodes; ``{"intra": "bf16", "inter": "int4"}`` names that inside nodes too: none '
+        "(the default), fp16 or bf16.",
+        objects=True,
+        positional=True,
+        ask="The codec of what is sent, with options; `lightning-dist codecs` lists them",
+    )
+    error_feedback: bool | Literal["auto"] = setting(
+        "auto",
+        choice(True, False, "auto"),
+        "keep the compression error and add it to the next gradient; 4 bytes per compressed "
+        'element. ``"auto"``: where the codec needs it.',
+        ask="Error feedback: send later what the codec loses? true, false or auto",
+    )
+    hierarchical: bool | Literal["auto", "leader"] = setting(
+        "auto",
+        choice("auto", True, False, "leader"),
+        "reduce inside every node first, so that each rank sends only a share of the gradient to "
+        'other nodes. ``"auto"``: if there are several nodes, one of them with several ranks. '
+        'True: the same, or raise. ``"leader"``: one rank of each node communicates with other '
+        "nodes; for nodes with one network card and slow CPUs, or with different numbers of "
+        "ranks. False: flat.",
+        under=_OF_LEVELS,
+        ask="Reduce inside every node first? true, false, auto or leader",
+    )
+    ranks_per_node: int | None = setting(
+        None,
+        optional(count("ranks", least=1), "by host name"),
+        "number of consecutive ranks on each node, whatever its name. None: by host name.",
+        under=_OF_LEVELS,
+        ask="Consecutive ranks of a node; null: by host name",
+    )
+    rank_groups: Sequence[Any] | None = setting(
+        None,
+        optional(
+            Rule("groups of ranks, none of them empty, like [[0, 1], [2, 3]]", is_nodes),
+            "by host name",
+        ),
+        "groups of ranks instead of nodes, such as ``[[0, 1, 2], [3]]``.",
+        under=_OF_LEVELS,
+    )
+    min_compress_numel: int | None = setting(
+        None,
+        optional(count("elements (0 compresses all tensors)"), "the codec's default"),
+        "smaller tensors, and 1-D ones, are uncompressed; 0 compresses all. None: the codec's own "
+        "choice (0 for casts, 4096 for most others).",
+        ask="Elements below which a tensor is not compressed; null: by codec",
+    )
+    start_step: int = setting(
+        0,
+        count("synchronised steps"),
+        "synchronised steps before compression starts.",
+        under=_OF_STEPS,
+        ask="Steps before compression starts",
+    )
+    compile_kernels: bool | Literal["auto"] = setting(
+        "auto",
+        choice(True, False, "auto"),
+        'fuse the codec\'s kernels at set-up (about 20 s the first time). ``"auto"``: for models '
+        "or shards of 4 Mi elements or more if a compiler is found, and for all on a GPU with "
+        "Triton, whose kernels exchange whole buckets. Equal on all ranks.",
+        under=_OF_STEPS,
+        ask="Compile the codec's kernels at the start? true, false or auto",
+    )
+    commit: Literal["auto", "immediate", "deferred"] = setting(
+        "auto",
+        choice("auto", "immediate", "deferred"),
+        'when residuals are written. ``"immediate"``: in the pass that encodes, and each bucket '
+        "is decoded on arrival; a step that is not applied loses the residuals it has sent. "
+        '``"deferred"``: once every bucket of a step has arrived and all ranks know that it is '
+        'finite; a skipped step does not change residuals. ``"auto"``: deferred with a '
+        "GradScaler or ``find_unused_parameters``, else immediate.",
+        under=_OF_STEPS,
+        ask="When are residuals written? auto, immediate or deferred",
+    )
+    delay: int = setting(
+        0,
+        Rule("0, or 1: the mean of a step is applied in the next one", _is_zero_or_one),
+        "1 applies the mean of a step in the next one, so that its exchange overlaps with a whole "
+        "step; the first step gets zeros. For slow links, at some cost in loss. Not with a "
+        "GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.",
+        under=(DDP,),
+        ask="Apply each mean one step late, so that its exchange has a whole step? 0 or 1",
+    )
+    exchange_timeout: float | None = setting(
+        None,
+        optional(
+            number("a number of seconds above 0", lambda value: 0 < value < float("inf")),
+            "the process group's own timeout",
+        ),
+        "seconds that one wait for other ranks may take before the step fails on a CPU, and that "
+        "an accelerator is waited for at the end. None: the timeout of the process group.",
+        under=(DDP, LOCAL, LOCAL_SHARDS),
+    )
+    inter: Codec = field(init=False, repr=False, compare=False)
+    """The codec between nodes, or the only one."""
+    intra: BlockCodec = field(init=False, repr=False, compare=False)
+    """The codec inside a node, of a hierarchical exchange."""
+
+    def __post_init__(self) -> None:
+        self._check_values()
+        self._check_together()
+        self._resolve_codec()
+
+    def _check_values(self) -> None:
+        for name, declared in settings_of(type(self)).items():
+            value, rule = getattr(self, name), declared.rule
+            if rule is not None and not declared.objects and not rule.fits(value):
+                raise ValueError(f"{name} must be {rule.takes}, got {value!r}")
+
+    def _check_together(self) -> None:
+        if self.ranks_per_node is not None and self.rank_groups is not None:
             raise ValueError(
-                f"error_feedback must be True, False or 'auto', got {error_feedback!r}"
+                "ranks_per_node and rank_groups both define the ranks of a node, got "
+                f"ranks_per_node={self.ranks_per_node} and rank_groups={self.rank_groups!r}; give "
+                "one"
             )
-        _check_grouping(hierarchical, ranks_per_node, rank_groups)
-        if intra is not None and hierarchical is False:
+        if is_by_level(self.codec) and self.hierarchical is False:
             raise ValueError(
-                f"A codec for each level needs a hierarchical exchange, got codec={codec!r} with "
-                "hierarchical=False; give one codec, or leave hierarchical at 'auto'"
+                f"A codec for each level needs a hierarchical exchange, got codec={self.codec!r} "
+                "with hierarchical=False; give one codec, or leave hierarchical at 'auto'"
             )
-        if min_compress_numel is not None and not _is_count(min_compress_numel):
-            raise ValueError(
-                "min_compress_numel must be 0 (compress every tensor) or more elements, got "
-                f"{min_compress_numel!r}"
-            )
-        if not _is_count(start_step):
-            raise ValueError(f"start_step must be 0 or more synchronised steps, got {start_step!r}")
-        if compile_kernels not in (True, False, "auto"):
-            raise ValueError(
-                f"compile_kernels must be True, False or 'auto', got {compile_kernels!r}"
-            )
-        if commit not in ("auto", "immediate", "deferred"):
-            raise ValueError(f"commit must be 'auto', 'immediate' or 'deferred', got {commit!r}")
-        if type(delay) is not int or delay not in (0, 1):
-            raise ValueError(
-                "delay must be 0, or 1: the mean of a step is applied in the next one, got "
-                f"{delay!r}"
-            )
-        if delay and commit == "deferred":
+        if self.delay and self.commit == "deferred":
             raise ValueError(
                 "commit='deferred' depends on whether a step is applied, which is not known yet "
                 "with delay=1; leave commit at 'auto'"
             )
-        if exchange_timeout is not None and not (
-            type(exchange_timeout) in (int, float) and 0 < exchange_timeout < float("inf")
-        ):
+
+    def _resolve_codec(self) -> None:
+        from lightning_dist.settings.codecs import by_level, check_feedback
+
+        inter, intra = by_level(self.codec)
+        if not intra.lossless and "hierarchical" not in settings_of(type(self)):
             raise ValueError(
-                "exchange_timeout must be a number of seconds above 0, or None (the process "
-                f"group's own timeout), got {exchange_timeout!r}"
+                f"Inside a replica FSDP reduces gradients itself, got the codec {intra.name!r} for "
+                "it; give the codec between replicas alone"
             )
-        for leaf in resolved.leaves():
-            _check_feedback(leaf, error_feedback)
-        return cls(
-            codec=resolved,
-            intra=NoCompression() if intra is None else intra,
-            hierarchical=hierarchical,
-            ranks_per_node=ranks_per_node,
-            rank_groups=None if rank_groups is None else nodes_of(rank_groups),
-            error_feedback=error_feedback,
-            min_compress_numel=min_compress_numel,
-            start_step=start_step,
-            compile_kernels=compile_kernels,
-            commit=commit,
-            delay=delay,
-            exchange_timeout=exchange_timeout,
-        )
+        for leaf in inter.leaves():
+            check_feedback(leaf, self.error_feedback)
+        object.__setattr__(self, "inter", inter)
+        object.__setattr__(self, "intra", intra)
+
+    @property
+    def nodes(self) -> Nodes | None:
+        """``rank_groups`` as tuples."""
+        return None if self.rank_groups is None else nodes_of(self.rank_groups)
 
     @property
     def policy(self) -> Codec:
         """The codec of every parameter at every step, with ``start_step`` and the size limit."""
-        return after_steps(self.start_step, sized(self.codec, self.min_compress_numel))
+        from lightning_dist.codecs import after_steps
+        from lightning_dist.codecs.policies import sized
+
+        return after_steps(self.start_step, sized(self.inter, self.min_compress_numel))
+
+    def memory_of(self, codec: Codec) -> Memory:
+        """What is kept of a codec's errors, as the user wishes."""
+        return codec.memory(self.error_feedback)
 
     def fingerprint(self) -> dict[str, Any]:
         """The facts that must be equal on all ranks, JSON-able."""
+        import torch
+
+        from lightning_dist.settings.codecs import identity
+
+        others = ("codec", "ranks_per_node", "rank_groups", "compile_kernels", "exchange_timeout")
+        names = [name for name in settings_of(ExchangeSettings) if name not in others]
         return {
             "lightning_dist": __version__,
             "torch": torch.__version__.split("+")[0],
-            "codec": identity(self.codec),
+            "codec": identity(self.inter),
             "codec inside a node": identity(self.intra),
-            "hierarchical": self.hierarchical,
-            "error_feedback": self.error_feedback,
-            "min_compress_numel": self.min_compress_numel,
-            "start_step": self.start_step,
-            "commit": self.commit,
-            "delay": self.delay,
+            **{name: getattr(self, name) for name in names},
         }
-
-
-def identity(codec: Codec) -> str:
-    """Text of a codec that differs between ranks if they would encode in another way.
-
-    With the classes that are not those of :data:`CODECS`, which may have a name in common.
-    """
-    leaves = (leaf for leaf in codec.leaves() if type(leaf) is not Uncompressed)
-    others = [type(leaf).__qualname__ for leaf in leaves if CODECS.get(leaf.name) is not type(leaf)]
-    return f"{codec} ({', '.join(others)})" if others else str(codec)
-
-
-def _by_level(
-    codec: str | Codec | Mapping[str, Any],
-) -> tuple[Codec, BlockCodec | None]:
-    """The codec between nodes, and the one inside where it is named."""
-    if not isinstance(codec, Mapping) or (codec and set(codec) <= POLICIES.keys()):
-        return resolve_codec(codec), None
-    if set(codec) != {"intra", "inter"}:
-        raise ValueError(
-            "A codec for each level is {'intra': inside a node, 'inter': between nodes}, got the "
-            f"keys {sorted(codec)}; policies are {', '.join(POLICIES)}"
-        )
-    intra = resolve_codec(codec["intra"]).inside_node()
-    if intra is None:
-        listed = ", ".join(name for name, kind in CODECS.items() if kind().inside_node())
-        raise ValueError(
-            "Inside a node gradients are summed without decoding, so 'intra' must be one of "
-            f"{listed}, got {codec['intra']!r}; give it to 'inter'"
-        )
-    return resolve_codec(codec["inter"]), intra
-
-
-def _check_grouping(
-    hierarchical: bool | Literal["auto", "leader"],
-    ranks_per_node: int | None,
-    rank_groups: Sequence[Any] | None,
-) -> None:
-    if not isinstance(hierarchical, bool) and hierarchical not in ("auto", "leader"):
-        raise ValueError(
-            f"hierarchical must be 'auto', True, False or 'leader', got {hierarchical!r}"
-        )
-    if ranks_per_node is not None and (type(ranks_per_node) is not int or ranks_per_node < 1):
-        raise ValueError(f"ranks_per_node must be 1 or more ranks, got {ranks_per_node!r}")
-    if ranks_per_node is not None and rank_groups is not None:
-        raise ValueError(
-            "ranks_per_node and rank_groups both define the ranks of a node, got "
-            f"ranks_per_node={ranks_per_node} and rank_groups={rank_groups!r}; give one"
-        )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _check_feedback(codec: Codec, error_feedback: bool | Literal["auto"]) -> None:
-    kinds = codec.memory(error_feedback).kinds
-    if not set(kinds) <= set(KINDS):
-        raise ValueError(
-            f"A memory keeps state of the kinds {', '.join(KINDS)}, got {kinds} of codec {codec}; "
-            "rename them in its `kinds`"
-        )
-    if error_feedback is True and not codec.contraction:
-        raise ValueError(
-            f"Error feedback diverges with codec {codec}: its error may exceed its input; leave "
-            "error_feedback at 'auto'"
-        )
-    if error_feedback is False and codec.momentum_correction:
-        raise ValueError(
-            f"codec {codec.name!r} accumulates its momentum in error feedback and needs it; leave "
-            "error_feedback at 'auto', or use 'topk'"
-        )

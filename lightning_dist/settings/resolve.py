@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_dist.settings.exchange import ExchangeSettings, is_by_level
 from lightning_dist.settings.files import (
     CONFIG,
     OTHERS,
@@ -19,24 +20,15 @@ from lightning_dist.settings.files import (
     sidecar_of,
 )
 from lightning_dist.settings.options import (
+    OBJECTS,
     OPTIONS,
-    is_by_level,
     require_fit,
     require_known,
+    require_only,
     unknown,
 )
 
 CODE = "the code"
-
-
-class _LeftOut:
-    """An argument that the code does not give; None is a value of some options."""
-
-    def __repr__(self) -> str:
-        return "LEFT_OUT"
-
-
-LEFT_OUT: Any = _LeftOut()
 
 
 @dataclass(frozen=True)
@@ -44,7 +36,7 @@ class Resolved:
     """Settings that were given, by option; options that nobody set are not there."""
 
     options: dict[str, Any]
-    """Keyword arguments of ``compress_ddp``."""
+    """Arguments of a family of settings."""
     origins: dict[str, str]
     """Of each option: ``"the code"``, the name of a variable, or the path of a file."""
     files: tuple[str, ...]
@@ -52,7 +44,7 @@ class Resolved:
 
     def value(self, name: str) -> Any:
         """Value in force of an option: what was set, or the default."""
-        return self.options.get(name, OPTIONS[name].default)
+        return self.options.get(name, OPTIONS[name].outside_default)
 
     @property
     def outside(self) -> dict[str, str]:
@@ -63,9 +55,21 @@ class Resolved:
         """Differences from the defaults because of variables and files, and because of which."""
         by_origin: dict[str, list[str]] = {}
         for key, origin in self.outside.items():
-            if self.options[key] != OPTIONS[key].default:
+            if self.options[key] != OPTIONS[key].outside_default:
                 by_origin.setdefault(origin, []).append(f"{key}={self.options[key]!r}")
         return ", ".join(f"{' '.join(listed)} ({origin})" for origin, listed in by_origin.items())
+
+    def make(self, family: type[ExchangeSettings], call: Callable[..., Any] | None = None) -> Any:
+        """The settings of a family; ``call``: its constructor, where it is a base of another.
+
+        Raises:
+            ValueError: a setting that is of another family, out of range or cannot take effect,
+                with where those from outside of the code come from.
+        """
+        with self.named_in_errors():
+            options = require_only(self.options, family)
+            given = {name: value for name, value in options.items() if value is not None}
+            return (call or family)(**given)
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
@@ -89,7 +93,7 @@ def resolve(
     default configuration; option by option.
 
     Args:
-        given: options of ``compress_ddp`` that the code sets; LEFT_OUT is not set.
+        given: settings that the code sets.
         environ: the variables.
 
     Raises:
@@ -99,9 +103,9 @@ def resolve(
     options: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for name, value in (given or {}).items():
-        require_known(name, where=CODE)
-        if value is not LEFT_OUT:
-            options[name], origins[name] = value, CODE
+        if name not in OBJECTS:
+            require_known(name, where=CODE)
+        options[name], origins[name] = value, CODE
     for variable, name, value in _variables(environ):
         if name not in options:
             options[name], origins[name] = value, variable
@@ -111,12 +115,28 @@ def resolve(
             if name not in options:
                 options[name], origins[name] = value, str(path)
     _refuse_contradictions(options, origins)
-    ordered = [name for name in OPTIONS if name in options]
+    ordered = [*(name for name in OPTIONS if name in options), *(options.keys() - OPTIONS.keys())]
     return Resolved(
         {name: options[name] for name in ordered},
         {name: origins[name] for name in ordered},
         tuple(map(str, files)),
     )
+
+
+class FromOutside:
+    """Mixin before a family of settings: what is left out comes from variables and files."""
+
+    resolved: Resolved
+    """Which settings are from where."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        object.__setattr__(self, "resolved", resolved)
+        resolved.make(type(self), super().__init__)  # type: ignore[arg-type]
+
+
+def from_outside(**given: Any) -> Resolved:
+    """:func:`resolve` for the process that runs."""
+    return resolve(given)
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str, Any]]:

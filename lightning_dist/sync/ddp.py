@@ -4,8 +4,8 @@
 # themselves and refuses strings.
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -20,15 +20,14 @@ from lightning_dist.base.private import (
     name_before_compile,
     names_ignored_by_ddp,
 )
-from lightning_dist.codecs import Codec
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.ranks.facts import all_facts, require_equal
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings.exchange import Settings
-from lightning_dist.sync.arguments import refuses_unknown
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.buckets import DDPBuckets
 from lightning_dist.sync.in_force import log_in_force
 from lightning_dist.sync.networks import Groups, network_for
@@ -53,21 +52,11 @@ log = get_logger(__name__)
 _attached: WeakKeyDictionary[nn.Module, ref[Reducer]] = WeakKeyDictionary()
 
 
-@refuses_unknown(DistributedDataParallel)
+@takes(ExchangeSettings, wrapper=DistributedDataParallel)
 def compress_ddp(
     model: DistributedDataParallel,
-    codec: str | Codec | Mapping[str, Any] = "int8",
+    settings: ExchangeSettings,
     *,
-    error_feedback: bool | Literal["auto"] = "auto",
-    hierarchical: bool | Literal["auto", "leader"] = "auto",
-    ranks_per_node: int | None = None,
-    rank_groups: Sequence[Any] | None = None,
-    min_compress_numel: int | None = None,
-    start_step: int = 0,
-    compile_kernels: bool | Literal["auto"] = "auto",
-    commit: Literal["auto", "immediate", "deferred"] = "auto",
-    delay: int = 0,
-    exchange_timeout: float | None = None,
     grad_scaler: torch.amp.GradScaler | None = None,
     groups: Groups | None = None,
 ) -> Reducer:
@@ -76,38 +65,7 @@ def compress_ddp(
     Args:
         model: a DistributedDataParallel without a communication hook, or what ``torch.compile`` has
             made of one. It may have trained before.
-        codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
-            codec object, or a policy (``by_name``, ``by_size``, ``warmup``, ``after_steps``), also
-            as a mapping, ``{"by_size": {"codec": "int4"}}``. In a hierarchical exchange it is the
-            codec between nodes; ``{"intra": "bf16", "inter": "int4"}`` names that inside nodes too:
-            none (the default), fp16 or bf16.
-        error_feedback: keep the compression error and add it to the next gradient; 4 bytes per
-            compressed element. ``"auto"``: where the codec needs it.
-        hierarchical: reduce inside every node first, so that each rank sends only a share of the
-            gradient to other nodes. ``"auto"``: if there are several nodes, one of them with
-            several ranks. True: the same, or raise. ``"leader"``: one rank of each node
-            communicates with other nodes; for nodes with one network card and slow CPUs, or with
-            different numbers of ranks. False: flat.
-        ranks_per_node: number of consecutive ranks on each node, whatever its name. None: by node
-            name.
-        rank_groups: groups of ranks instead of nodes, such as ``[[0, 1, 2], [3]]``.
-        min_compress_numel: smaller tensors, and 1-D ones, are uncompressed; 0 compresses all. None:
-            the codec's own choice (0 for casts, 4096 for most others).
-        start_step: synchronised steps before compression starts.
-        compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
-            models of 4 Mi elements or more if a compiler is found, and for all on a GPU with
-            Triton, whose kernels exchange whole buckets. Equal on all ranks.
-        commit: when residuals are written. ``"immediate"``: in the pass that encodes, and each
-            bucket is decoded on arrival; a step that is not applied loses the residuals it has
-            sent. ``"deferred"``: once every bucket of a step has arrived and all ranks know that it
-            is finite; a step that is not applied does not change residuals. ``"auto"``: deferred
-            with a GradScaler or ``find_unused_parameters``, else immediate.
-        delay: 1 applies the mean of a step in the next one, so that its exchange overlaps with a
-            whole step; the first step gets zeros. For slow links, at some cost in loss. Not with a
-            GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.
-        exchange_timeout: seconds that one wait for other ranks may take before the step fails on a
-            CPU, and that ``close()`` waits for an accelerator. None: the timeout of the process
-            group.
+        settings: each an argument of this function.
         grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
         groups: two process groups over the ranks of ``model``, for payloads and for flags; in a
             hierarchical exchange also this rank's groups, innermost first. Not to be used for
@@ -122,26 +80,13 @@ def compress_ddp(
             momentum beside a codec that brings its own (``dgc``), or with parameters that were
             added to the model after it was wrapped.
     """
-    settings = Settings.check(
-        codec,
-        error_feedback=error_feedback,
-        hierarchical=hierarchical,
-        ranks_per_node=ranks_per_node,
-        rank_groups=rank_groups,
-        min_compress_numel=min_compress_numel,
-        start_step=start_step,
-        compile_kernels=compile_kernels,
-        commit=commit,
-        delay=delay,
-        exchange_timeout=exchange_timeout,
-    )
     inner: Any = before_compile(model)
     return attach(inner, settings, grad_scale=loss_scale_of(grad_scaler), groups=groups)
 
 
 def attach(
     model: DistributedDataParallel,
-    settings: Settings,
+    settings: ExchangeSettings,
     *,
     grad_scale: Callable[[], Tensor | None] | None = None,
     continue_from: Reducer | None = None,
@@ -229,7 +174,7 @@ def compile_kernels(
         ahead: a network that the reducer may be bound to later; None: its own.
     """
     settings, network = reducer.settings, ahead or reducer.network
-    codecs = settings.codec.leaves()
+    codecs = settings.inter.leaves()
     if network.world_size == 1 or not should_fuse(
         settings.compile_kernels,
         numel=sum(numel for _, numel in gradients),

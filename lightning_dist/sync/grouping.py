@@ -10,13 +10,13 @@ from lightning_dist.ranks import Topology
 from lightning_dist.ranks.launcher import contradiction
 from lightning_dist.ranks.levels import Nodes, blocks_of, levels_of, require_cover, rows_of
 from lightning_dist.ranks.nodes import describe_counts
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 log = get_logger(__name__)
 
 
 def topology_of(
-    settings: Settings,
+    settings: ExchangeSettings,
     *,
     nodes: Sequence[str],
     rank: int,
@@ -52,40 +52,40 @@ def topology_of(
     return topology, groups
 
 
-def view_of(settings: Settings, *, world_size: int) -> str:
-    """Settings of the groups on this rank, to be compared with those of the others."""
+def view_of(settings: ExchangeSettings, *, world_size: int) -> str:
+    """ExchangeSettings of the groups on this rank, to be compared with those of the others."""
     try:
         tree = _declared(settings, world_size=world_size)
     except ValueError:  # raised again once it is known that all ranks have the same settings
-        return f"ranks_per_node={settings.ranks_per_node}, rank_groups={settings.rank_groups}"
+        return f"ranks_per_node={settings.ranks_per_node}, rank_groups={settings.nodes}"
     if tree is None:
         return "by host name"
-    setting = "ranks_per_node" if settings.rank_groups is None else "rank_groups"
+    setting = "ranks_per_node" if settings.nodes is None else "rank_groups"
     return f"{describe_counts([len(group) for group in tree])}: {tree} ({setting})"
 
 
-def _declared(settings: Settings, *, world_size: int) -> Nodes | None:
-    if settings.rank_groups is not None:
-        require_cover(settings.rank_groups, world_size=world_size)
-        return settings.rank_groups
+def _declared(settings: ExchangeSettings, *, world_size: int) -> Nodes | None:
+    if settings.nodes is not None:
+        require_cover(settings.nodes, world_size=world_size)
+        return settings.nodes
     if settings.ranks_per_node is not None:
         return blocks_of(settings.ranks_per_node, world_size=world_size)
     return None
 
 
-def picture(settings: Settings, tree: Nodes) -> str:
+def picture(settings: ExchangeSettings, tree: Nodes) -> str:
     """``2 nodes x 4 ranks, between nodes: int8 on 1/4 of the gradient per rank``."""
     parts = levels_of(tree, leader=settings.hierarchical == "leader")[0].owners
     text = describe_counts([len(group) for group in tree])
     if not settings.intra.lossless:
         text += f", inside: {settings.intra.name}"
-    codec = " / ".join(dict.fromkeys(leaf.name for leaf in settings.codec.leaves()))
+    codec = " / ".join(dict.fromkeys(leaf.name for leaf in settings.inter.leaves()))
     share = f"1/{parts} of the gradient per rank" if parts > 1 else "the gradient, by one rank each"
     return f"{text}, between nodes: {codec} on {share}"
 
 
 def _check_claims(
-    settings: Settings,
+    settings: ExchangeSettings,
     nodes: Sequence[str],
     claims: Sequence[Mapping[str, Any] | None],
     *,
@@ -101,7 +101,7 @@ def _check_claims(
         log.warning("%s. Host names are used; %s", found, remedy)
 
 
-def _require_flat(settings: Settings, topology: Topology) -> None:
+def _require_flat(settings: ExchangeSettings, topology: Topology) -> None:
     """Raise where a setting needs several levels, and there is one."""
     if topology.world_size == 1:
         return  # nothing is sent
@@ -117,8 +117,8 @@ def _require_flat(settings: Settings, topology: Topology) -> None:
             "A codec for each level needs several nodes, one of them with several ranks, got "
             f"{counts}; give one codec"
         )
-    if settings.rank_groups is not None and settings.hierarchical is not False:
+    if settings.nodes is not None and settings.hierarchical is not False:
         raise ValueError(
             "rank_groups must be several groups, one of them with several ranks, got "
-            f"{settings.rank_groups}"
+            f"{settings.nodes}"
         )

@@ -39,7 +39,7 @@ def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
         log.warning(
             "One process: nothing is exchanged or compressed; %s takes effect with two ranks or "
             "more. If you started several processes, they are not connected: check WORLD_SIZE",
-            reducer.settings.codec,
+            reducer.settings.inter,
         )
         return
     show(lambda: in_force(reducer))
@@ -52,7 +52,7 @@ def in_force(reducer: Reducer) -> str:
     config, settings = reducer.comm_config(), reducer.settings
     places = config["topology"]
     if config["exchange"] != "flat":
-        places = picture(settings, settings.rank_groups or reducer.network.topology.by_node())
+        places = picture(settings, settings.nodes or reducer.network.topology.by_node())
     expected = expected_traffic(reducer.names, settings, reducer.network)
     since = f" from step {expected.since} on" if expected.since else ""
     if expected.sent is None:
@@ -63,7 +63,7 @@ def in_force(reducer: Reducer) -> str:
         inter, intra = _amount(expected.sent.inter), _amount(expected.sent.intra)
         sent = f"about {inter} to other nodes and {intra} inside its own"
     return (
-        f"compressed DDP: codec {settings.codec}, {config['exchange']} exchange, {places}, world "
+        f"compressed DDP: codec {settings.inter}, {config['exchange']} exchange, {places}, world "
         f"size {config['world_size']}; rank 0 sends {sent} per step{since}, "
         f"{_amount(expected.raw)} without compression; {config['commit']} "
         f"commit{_DELAYED if settings.delay else ''}"

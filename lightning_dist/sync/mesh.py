@@ -14,7 +14,10 @@ from lightning_dist.ranks import host_name
 from lightning_dist.ranks.facts import all_facts
 from lightning_dist.ranks.launcher import claim, contradiction
 from lightning_dist.ranks.nodes import describe_counts, ranks_by
-from lightning_dist.sync.arguments import refuse_pytorch_lightning, refuse_unknown
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.settings.signatures import refuse_unknown
+from lightning_dist.sync.arguments import refuse_pytorch_lightning
 
 log = get_logger(__name__)
 
@@ -39,6 +42,7 @@ class ReplicatedMesh:
 
     def __init__(
         self,
+        settings: ExchangeSettings,
         *,
         replicate_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
@@ -48,7 +52,9 @@ class ReplicatedMesh:
         """Check the sizes; nothing here may depend on rank or device.
 
         Args:
-            replicate_size: replicas of the model. ``"auto"``: as many as nodes.
+            settings: of the exchange between replicas, or of the collectives of one.
+            replicate_size: replicas of the model. ``"auto"``: as many as nodes; with ``parameters``
+                one.
             data_parallel_size: ranks that shard a replica. ``"auto"``: all that are left.
             tensor_parallel_size: ranks that have a part of each layer, within a shard.
             **kwargs: everything else that ``ModelParallelStrategy`` takes.
@@ -72,6 +78,15 @@ class ReplicatedMesh:
             is_auto = size == "auto" and name != "tensor_parallel_size"
             if not (is_auto or (isinstance(size, int) and size > 0)):
                 raise ValueError(f"{name} must be a number of ranks above 0, got {size!r}")
+        if isinstance(settings, ShardedSettings) and settings.parameters is not None:
+            if replicate_size not in ("auto", 1) or tensor_parallel_size != 1:
+                raise ValueError(
+                    "parameters= is for one replica that is sharded over all ranks, got "
+                    f"replicate_size={replicate_size} and "
+                    f"tensor_parallel_size={tensor_parallel_size}; leave both out, or parameters="
+                )
+            replicate_size = 1
+        self._settings = settings
         self._sizes = replicate_size, data_parallel_size, tensor_parallel_size
         super().__init__(**kwargs)
 

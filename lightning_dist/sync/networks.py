@@ -20,7 +20,7 @@ from lightning_dist.ranks.launcher import claim
 from lightning_dist.ranks.levels import Nodes, Ranks, levels_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.grouping import topology_of, view_of
 from lightning_dist.sync.rules import finds_unused
 
@@ -34,7 +34,7 @@ def new_groups(like: dist.ProcessGroup) -> Groups:
 
 def network_for(
     model: DistributedDataParallel,
-    settings: Settings,
+    settings: ExchangeSettings,
     *,
     parameters: str,
     continue_from: Reducer | None,
@@ -58,7 +58,7 @@ def network_for(
 
 def network_over(
     like: dist.ProcessGroup,
-    settings: Settings,
+    settings: ExchangeSettings,
     *,
     device: torch.device,
     facts: Mapping[str, object],
@@ -121,7 +121,7 @@ def _connected(network: Network) -> Network:
     return network
 
 
-def node_group(like: dist.ProcessGroup, settings: Settings, *, device: torch.device) -> Any:
+def node_group(like: dist.ProcessGroup, settings: ExchangeSettings, *, device: torch.device) -> Any:
     """A group of the ranks of this rank's node, or of its group of ranks. Collective.
 
     Raises:
@@ -205,7 +205,7 @@ def _on_all_ranks(here: bool, model: DistributedDataParallel) -> bool:
 def sharded_network(
     mesh: DeviceMesh,
     shard_dimension: int,
-    settings: Settings,
+    settings: ExchangeSettings,
     *,
     parameters: str,
 ) -> Network:

@@ -111,8 +111,8 @@ class OneBitAdam(torch.optim.Optimizer):
                 "One OneBitAdam can be used at a time, got a second one; give all its parameters "
                 "to the first, in parameter groups"
             )
-        for codec in reducer.settings.codec.leaves():
-            kinds = codec.memory(reducer.settings.error_feedback).kinds
+        for codec in reducer.settings.inter.leaves():
+            kinds = reducer.settings.memory_of(codec).kinds
             if not codec.lossless and "residual" not in kinds:
                 raise ValueError(
                     "OneBitAdam needs a codec that keeps a residual, as what is lost of a momentum "

@@ -26,7 +26,7 @@ from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.units.by_codec import require_units
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.onebit_adam import OneBitAdam
 
 log = get_logger(__name__)
@@ -63,7 +63,7 @@ def require_ddp(model: nn.Module) -> None:
         )
 
 
-def require_commit(settings: Settings, model: DistributedDataParallel) -> None:
+def require_commit(settings: ExchangeSettings, model: DistributedDataParallel) -> None:
     """Raise ValueError where residuals are to be written before it is known what is used."""
     if settings.commit == "immediate" and finds_unused(model):
         raise ValueError(
@@ -72,7 +72,9 @@ def require_commit(settings: Settings, model: DistributedDataParallel) -> None:
         )
 
 
-def require_delay(settings: Settings, model: DistributedDataParallel, *, scales: bool) -> None:
+def require_delay(
+    settings: ExchangeSettings, model: DistributedDataParallel, *, scales: bool
+) -> None:
     """Raise ValueError where a mean cannot be applied one step late."""
     if settings.delay and finds_unused(model):
         raise ValueError(
@@ -91,7 +93,7 @@ def finds_unused(model: DistributedDataParallel) -> bool:
     return model.find_unused_parameters and not model.static_graph
 
 
-def require_compressible(module: nn.Module, settings: Settings | None = None) -> None:
+def require_compressible(module: nn.Module, settings: ExchangeSettings | None = None) -> None:
     """Raise ValueError for models whose gradients, or weights, cannot be exchanged.
 
     Args:
@@ -109,12 +111,12 @@ def require_compressible(module: nn.Module, settings: Settings | None = None) ->
         _require_sent_as_they_are(sparse_tables(module), settings)
 
 
-def _require_sent_as_they_are(tables: Mapping[str, Tensor], settings: Settings) -> None:
+def _require_sent_as_they_are(tables: Mapping[str, Tensor], settings: ExchangeSettings) -> None:
     for name, table in tables.items():
         steps, shape = settings.policy.boundaries(), tuple(table.shape)
         codecs = [settings.policy.for_tensor(name, shape, step=step) for step in steps]
         if settings.delay or not all(each.lossless for each in codecs):
-            got = "delay=1" if settings.delay else f"codec {settings.codec}"
+            got = "delay=1" if settings.delay else f"codec {settings.inter}"
             raise ValueError(
                 f"The gradient of {name!r} is sparse (sparse=True), so it is averaged at once and "
                 f"uncompressed, got {got}; set codec=by_name(..., {{{name!r}: 'none'}}) without "
@@ -173,7 +175,11 @@ def _require_device(trained: Mapping[str, Tensor]) -> None:
 
 
 def require_effect(
-    settings: Settings, names: Mapping[Tensor, str], *, says: bool, one_of_several: bool = False
+    settings: ExchangeSettings,
+    names: Mapping[Tensor, str],
+    *,
+    says: bool,
+    one_of_several: bool = False,
 ) -> int | None:
     """The first synchronised step that compresses a parameter; None: none does, said once.
 
@@ -184,15 +190,15 @@ def require_effect(
         ValueError: the codec fits no parameter of the model, or a rule of `by_name` none, or it
             has no communication units.
     """
-    for problem in _unmatched(settings.codec, list(names.values())):
+    for problem in _unmatched(settings.inter, list(names.values())):
         if not one_of_several:
             raise ValueError(problem)
         if says:
             log.warning("%s; ignore this if it is for another model", problem)
     trained = {name: tuple(p.shape) for p, name in names.items() if p.requires_grad}
-    for leaf in settings.codec.leaves():
+    for leaf in settings.inter.leaves():
         require_units(leaf)
-    wanted = [leaf for leaf in settings.codec.leaves() if not leaf.lossless]
+    wanted = [leaf for leaf in settings.inter.leaves() if not leaf.lossless]
     begins = first_compressed_step(settings.policy, trained)
     if not wanted or begins is not None:
         return begins
@@ -212,7 +218,7 @@ def require_effect(
             "Nothing is compressed: all %d parameters are 1-D or small for codec %s; lower "
             "min_compress_numel (0 compresses all)",
             len(trained),
-            settings.codec,
+            settings.inter,
         )
     return None
 
@@ -256,7 +262,7 @@ def _likeness(text: str, name: str) -> float:
 
 
 def compresses_fewer_bytes(
-    settings: Settings, names: Mapping[Tensor, str], planner: Planner
+    settings: ExchangeSettings, names: Mapping[Tensor, str], planner: Planner
 ) -> bool:
     """Whether the codec sends fewer bytes of some parameter; for a small model says once if not.
 
@@ -288,7 +294,7 @@ def compresses_fewer_bytes(
 
 
 def _lossy(
-    settings: Settings, names: Mapping[Tensor, str]
+    settings: ExchangeSettings, names: Mapping[Tensor, str]
 ) -> Iterator[tuple[Codec, ParameterSlice, torch.dtype]]:
     """Parameters that are compressed at some step, with the codec."""
     for step in settings.policy.boundaries():
@@ -300,7 +306,7 @@ def _lossy(
                 yield codec, ParameterSlice(name, 0, tuple(real.shape)), real.dtype
 
 
-def require_one_optimizer(settings: Settings, count: int) -> None:
+def require_one_optimizer(settings: ExchangeSettings, count: int) -> None:
     """Raise ValueError where means that are delayed would be applied by another optimizer."""
     if settings.delay and count > 1:
         raise ValueError(
@@ -309,13 +315,13 @@ def require_one_optimizer(settings: Settings, count: int) -> None:
         )
 
 
-def brings_momentum(settings: Settings) -> bool:
+def brings_momentum(settings: ExchangeSettings) -> bool:
     """Whether the codec gives the gradients momentum."""
-    return any(leaf.momentum_correction for leaf in settings.codec.leaves())
+    return any(leaf.momentum_correction for leaf in settings.inter.leaves())
 
 
 def require_one_momentum(
-    optimizer: Optimizer, settings: Settings, *, of: Container[Tensor] | None = None
+    optimizer: Optimizer, settings: ExchangeSettings, *, of: Container[Tensor] | None = None
 ) -> None:
     """Raise ValueError where codec and optimizer both apply momentum, which trains to nothing.
 
@@ -328,7 +334,7 @@ def require_one_momentum(
         mine = of is None or any(parameter in of for parameter in group["params"])
         if (group.get("momentum") or "betas" in group) and mine:
             raise ValueError(
-                f"codec {settings.codec.name!r} gives the gradients momentum, and "
+                f"codec {settings.inter.name!r} gives the gradients momentum, and "
                 f"{type(optimizer).__name__} has its own; use torch.optim.SGD without momentum, or "
                 "'topk'"
             )

@@ -401,12 +401,12 @@ def test_trainers_and_fabric_take_the_name_or_find_it_in_a_variable(
         arguments["strategy"] = name
         fabric = Fabric(**{**arguments, "strategy": name.lower()}).strategy
         assert isinstance(fabric, FabricStrategy)
-        assert fabric._settings.codec.name == codec
+        assert fabric._settings.inter.name == codec
     trainer = L.Trainer(**arguments, logger=False)
     assert type(trainer.strategy) is CompressedDDPStrategy
     assert trainer.world_size == 2
     assert trainer.strategy.comm_stats() == {}
-    assert trainer.strategy._settings.codec.name == codec
+    assert trainer.strategy._settings.inter.name == codec
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch for CUDA only")

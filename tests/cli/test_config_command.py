@@ -19,13 +19,14 @@ from processes import readable
 
 from lightning_dist.cli import config_accelerate
 from lightning_dist.settings import OPTIONS, read
-from lightning_dist.settings.options import OF_DDP
+from lightning_dist.settings.declared import settings_of
+from lightning_dist.settings.exchange import ExchangeSettings
 
 config_command = import_module("lightning_dist.cli.config")
 
 HIDDEN = "\x1b[?25l"
 """What Accelerate's menus end with: the cursor is hidden, an arrow shows the choice."""
-DEFAULTS = {name: OPTIONS[name].default for name in OF_DDP}
+DEFAULTS = {name: each.default for name, each in settings_of(ExchangeSettings).items()}
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +150,9 @@ def test_show_says_where_everything_comes_from(
         ("--set method=dilocco", "method must be local_sgd, post_local_sgd, diloco"),
         (
             "--set sync_every=8",
-            "cannot take effect under DDP (set method for local steps), got 8; remove it",
+            "cannot take effect under DDP, got 8; give method=",
         ),
-        ("--set method=diloco --set start_step=5", "cannot take effect with local updates, got 5"),
+        ("--set method=diloco --set start_step=5", "cannot take effect under local updates, got 5"),
         ("--set method=diloco --set overlap_steps=40", "less than sync_every / fragments"),
         ("--set accelerate.num_proceses=2", "did you mean 'num_processes'?"),
         ("--set accelerate.num_processes=two", "accelerate.num_processes must be int, got 'two'"),
@@ -197,7 +198,7 @@ def test_under_fsdp2_only_what_takes_effect_is_asked(
     answers = config_accelerate.defaults()
     config_accelerate.change(answers, {"distributed_type": "FSDP"})
     answers.fsdp_config = {"fsdp_version": 2}
-    said = asked(theirs, "qsgd\n\n1000\n\n\n\nint9\nint8\n", monkeypatch, lambda: answers)
+    said = asked(theirs, "int9\nint8\nqsgd\n\n1000\n\n\n\n", monkeypatch, lambda: answers)
     assert "codec must be one of" in said
     expected = {"codec": "qsgd", "error_feedback": "auto", "min_compress_numel": 1000}
     expected |= {"start_step": 0, "compile_kernels": "auto", "commit": "auto"}

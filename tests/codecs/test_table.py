@@ -36,7 +36,7 @@ from lightning_dist.codecs import (
     warmup,
 )
 from lightning_dist.codecs.table import CodecTable
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class WithVelocity(Int8):
 
 def test_a_memory_keeps_what_a_reducer_has_room_for() -> None:
     with pytest.raises(ValueError, match=r"kinds residual, momentum, got .*'velocity'"):
-        Settings.check(WithVelocity())
+        ExchangeSettings(WithVelocity())
 
 
 nan, inf = math.nan, math.inf

@@ -29,7 +29,7 @@ from lightning_dist.ranks.traffic import (
     ring_allreduce,
     scatter,
 )
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 _DTYPES = [torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _planes = st.builds(Plane, st.sampled_from(_DTYPES), st.integers(1, 17))
@@ -268,7 +268,7 @@ def test_the_host_name_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_name() != "left"
 
 
-INT8 = Settings.check(Int8()).fingerprint()
+INT8 = ExchangeSettings(Int8()).fingerprint()
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -292,11 +292,11 @@ def test_equal_facts_pass() -> None:
     ("others", "line"),
     [
         (
-            Settings.check(FP16()).fingerprint(),
+            ExchangeSettings(FP16()).fingerprint(),
             "codec: 'int8' on ranks 0, 2; 'fp16' on rank 1",
         ),
         (
-            Settings.check(Int8(128)).fingerprint(),
+            ExchangeSettings(Int8(128)).fingerprint(),
             "codec: 'int8' on ranks 0, 2; 'int8:block_size=128' on rank 1",
         ),
         ({**INT8, "lightning_dist": "9.9"}, "; '9.9' on rank 1"),

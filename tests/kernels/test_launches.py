@@ -92,7 +92,7 @@ def planner_of(
     return Planner(
         network,
         ReducerState(),
-        error_feedback=True,
+        memory_of=lambda codec: codec.memory(True),
         intra_codec=NoCompression(),
         immediate=immediate,
     )

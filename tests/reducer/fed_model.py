@@ -16,7 +16,7 @@ from lightning_dist.ranks import Topology
 from lightning_dist.ranks.channel import Channel, WaitLimit
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.buckets import DDPBuckets
 
 SHAPES = {"first": (40, 48), "second": (33, 50)}
@@ -39,7 +39,7 @@ class Model:
         self.parameters = {n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()}
         self.flats = {n: torch.zeros(p.numel(), dtype=dtype) for n, p in self.parameters.items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
-        checked = Settings.check(codec, min_compress_numel=0, commit=commit, **settings)
+        checked = ExchangeSettings(codec, min_compress_numel=0, commit=commit, **settings)
         self.reducer = Reducer(names, settings=checked, network=network)
         self.buckets = DDPBuckets(self.reducer)
 

@@ -23,7 +23,7 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.units.tiles import Grid, Tile, UnitKeys
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 CODEC = QSGD(block_size=64)
 
@@ -164,7 +164,7 @@ class Context:
     ) -> None:
         parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
-        settings = Settings.check(codec, min_compress_numel=0, commit=commit)
+        settings = ExchangeSettings(codec, min_compress_numel=0, commit=commit)
         self.reducer = Reducer(
             names, settings=settings, network=network, executor=executor, prefix=prefix
         )

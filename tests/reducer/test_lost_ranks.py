@@ -17,7 +17,7 @@ from lightning_dist.exchange.rounds import Exchange
 from lightning_dist.ranks.channel import PendingWork, WaitLimit
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 LAST = 2
 """The rank that vanishes, of three."""
@@ -366,7 +366,7 @@ def test_settings_that_need_other_ranks_to_commit_are_refused(
     rank: Rank, settings: Any, absent: bool, match: str
 ) -> None:
     names: dict[Tensor, str] = {torch.zeros(4, 4): "weight"}
-    checked = Settings.check("int8", **settings)
+    checked = ExchangeSettings("int8", **settings)
     reducer = Reducer(names, settings=checked, network=rank.network(), allow_absent=absent)
     with pytest.raises(ValueError, match=match):
         reducer.leave_failures_to(Told())

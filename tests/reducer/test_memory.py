@@ -45,7 +45,7 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.units import sizes
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.buckets import DDPBuckets
 from lightning_dist.sync.rules import compresses_fewer_bytes
 
@@ -203,12 +203,12 @@ def test_on_accelerators_whole_buckets_travel(monkeypatch: pytest.MonkeyPatch) -
     ("codec", "first"), [("int8", 0), ("none", None), (after_steps(7, "int8"), 7)], ids=str
 )
 def test_when_compression_begins(codec: Any, first: int | None) -> None:
-    policy = Settings.check(codec, min_compress_numel=0).policy
+    policy = ExchangeSettings(codec, min_compress_numel=0).policy
     assert first_compressed_step(policy, {"weight": (8, 8)}) == first
 
 
 def test_a_model_that_is_too_small_never_begins() -> None:
-    assert first_compressed_step(Settings.check("int8").policy, {"weight": (8, 8)}) is None
+    assert first_compressed_step(ExchangeSettings("int8").policy, {"weight": (8, 8)}) is None
 
 
 WEIGHT, BIAS = 64 * 256, 256  # 64 blocks; 1-D, so that int8 leaves it uncompressed
@@ -280,7 +280,7 @@ def test_bytes_that_leave_the_host_are_counted_separately(ranks_per_node: int) -
     def body(rank: Rank) -> Mapping[str, Any]:
         weight = torch.zeros(64, 256)
         names: dict[Tensor, str] = {weight: "weight"}
-        reducer = Reducer(names, settings=Settings.check("int8"), network=rank.network())
+        reducer = Reducer(names, settings=ExchangeSettings("int8"), network=rank.network())
         try:
             DDPBuckets(reducer).reduce(FakeBucket(torch.zeros(WEIGHT), [weight])).wait()
             return reducer.comm_stats()
@@ -337,7 +337,9 @@ def planner(
 ) -> Planner:
     network, codec = network_of(nodes, per_host, rank, leader), resolve_codec(intra)
     assert isinstance(codec, BlockCodec)
-    return Planner(network, ReducerState(), error_feedback="auto", intra_codec=codec)
+    return Planner(
+        network, ReducerState(), memory_of=ExchangeSettings().memory_of, intra_codec=codec
+    )
 
 
 def lane_of(codec: Codec, numel: int, using: Planner) -> tuple[Codec, Sent]:
@@ -446,7 +448,7 @@ def test_residuals_of_parameters_that_are_no_longer_compressed_are_sent(rank: Ra
 
 def require(codec: str, nodes: int, per_host: int = 1, *, shape: tuple[int, ...]) -> None:
     names: dict[Tensor, str] = {torch.nn.Parameter(torch.zeros(shape)): "weight"}
-    compresses_fewer_bytes(Settings.check(codec), names, planner(nodes, per_host))
+    compresses_fewer_bytes(ExchangeSettings(codec), names, planner(nodes, per_host))
 
 
 def test_a_model_that_is_merely_small_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from lightning_dist.codecs import (
 from lightning_dist.kernels import inductor
 from lightning_dist.reducer.plan import flat_planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, by_codec, slices_of
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 # The others look at more than the number of elements, or change with the step.
 by_size_alone = [name for name in sorted(CODECS) if name not in ("powersgd", "dgc")]
@@ -39,7 +39,7 @@ shapes = st.lists(st.integers(1, 100), max_size=4).map(tuple)
 
 
 def choose(codec: str, shape: tuple[int, ...], step: int = 0, **settings: Any) -> Codec:
-    return Settings.check(codec, **settings).policy.for_tensor("p", shape, step=step)
+    return ExchangeSettings(codec, **settings).policy.for_tensor("p", shape, step=step)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_small_tensors_travel_as_their_neighbours_do() -> None:
 
 def test_a_bucket_is_sorted_by_codec() -> None:
     """Offsets count the empty parameters' neighbours, not the empty ones."""
-    policy = Settings.check("int8").policy
+    policy = ExchangeSettings("int8").policy
     shapes = [(64, 64), (3,), (0, 5), (128, 64)]
     parameters = [torch.zeros(shape) for shape in shapes]
     names = ["a", "b", "empty", "c"]

@@ -251,7 +251,10 @@ def test_a_bucket_beyond_int32_is_refused(rank: Rank) -> None:
     """A bucket is as large as its largest parameter, and an int32 sum wraps without a word."""
     bucket = torch.empty(2**31 + 1, device="meta")
     planner = Planner(
-        rank.network(), ReducerState(), error_feedback=False, intra_codec=NoCompression()
+        rank.network(),
+        ReducerState(),
+        memory_of=lambda codec: codec.memory(False),
+        intra_codec=NoCompression(),
     )
     with pytest.raises(ValueError, match="as int32, got 2147483649 elements"):
         planner.units(Threshold(), [ParameterSlice("p", 0, (2**31 + 1,))], bucket)

@@ -1,13 +1,12 @@
-"""Settings from outside of the code: files, which one wins, and what is refused."""
+"""ExchangeSettings from outside of the code: files, which one wins, and what is refused."""
 
 import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,11 +14,13 @@ from hypothesis import strategies as st
 
 import lightning_dist
 from lightning_dist.frameworks.strategies.arguments import CompressionArguments
-from lightning_dist.settings import CODE, LEFT_OUT, OPTIONS, SIDECAR, Resolved, read, resolve, write
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings import CODE, OPTIONS, SIDECAR, Resolved, read, resolve, write
+from lightning_dist.settings.declared import settings_of
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.files import accelerate_default
-from lightning_dist.settings.options import METHODS, OF_DDP, OF_LOCAL, OF_SHARDS, require_only
-from lightning_dist.sync.local.settings import Method
+from lightning_dist.settings.local_updates import LocalUpdateSettings
+from lightning_dist.settings.options import require_only
+from lightning_dist.settings.sharded import ShardedSettings
 
 COUNTS = st.integers(0, 10**12)
 SWITCH = st.one_of(st.booleans(), st.just("auto"))
@@ -31,7 +32,7 @@ SOME_OPTIONS = st.fixed_dictionaries(
         "error_feedback": SWITCH,
         "hierarchical": SWITCH | st.just("leader"),
         "ranks_per_node": st.none() | st.integers(1, 99),
-        "rank_groups": st.none() | st.just([[0, 1], [2, 3]]) | st.just([[[0], [1]], [[2]]]),
+        "rank_groups": st.none() | st.just([[0, 1], [2, 3]]),
         "min_compress_numel": st.none() | COUNTS,
         "start_step": COUNTS,
         "compile_kernels": SWITCH,
@@ -159,7 +160,7 @@ def test_null_takes_back_what_a_lower_source_says(home: dict[str, str]) -> None:
 
 def test_none_is_a_value_of_the_code_and_left_out_is_not(home: dict[str, str]) -> None:
     beside = sidecar(home, "ranks_per_node: 4\nmin_compress_numel: 4")
-    found = resolve({"ranks_per_node": None, "min_compress_numel": LEFT_OUT}, environ=home)
+    found = resolve({"ranks_per_node": None}, environ=home)
     assert found.options == {"ranks_per_node": None, "min_compress_numel": 4}
     assert found.outside == {"min_compress_numel": str(beside)}
 
@@ -203,7 +204,7 @@ def test_other_variables_of_ours_are_no_settings(home: dict[str, str]) -> None:
         ({"START_STEP": "true"}, ["start_step must be", "got True"]),
         ({"START_STEP": "1.5"}, ["got 1.5"]),
         ({"ERROR_FEEDBACK": "maybe"}, ["true, false or auto", "'maybe'"]),
-        ({"HIERARCHICAL": "1"}, ["true, false, auto or leader; got 1"]),
+        ({"HIERARCHICAL": "1"}, ["auto, true, false or leader; got 1"]),
         ({"RANKS_PER_NODE": "0"}, ["1 or more ranks", "got 0"]),
         ({"RANK_GROUPS": "[0, 1]"}, ["rank_groups must be", "[0, 1]"]),
         ({"CODEC": "{inter: int4}"}, ["{intra: CODEC, inter: CODEC}"]),
@@ -279,39 +280,45 @@ def test_settings_that_are_not_defaults_are_listed_with_their_source(
 
 
 @pytest.mark.parametrize(
-    ("function", "others", "options"),
+    ("function", "others", "family"),
     [
-        (lightning_dist.compress_ddp, {"model", "grad_scaler", "groups"}, OF_DDP),
-        (Settings.check, set(), OF_DDP),
-        (CompressionArguments.__init__, {"self", "recovery", "mirror_residuals", "kwargs"}, OF_DDP),
-        (lightning_dist.compress_fsdp, {"model", "mesh", "grad_scaler"}, OF_SHARDS),
+        (lightning_dist.compress_ddp, {"model", "grad_scaler", "groups"}, ExchangeSettings),
+        (
+            CompressionArguments.__init__,
+            {"self", "recovery", "mirror_residuals", "kwargs"},
+            ExchangeSettings,
+        ),
+        (lightning_dist.compress_fsdp, {"model", "mesh", "grad_scaler"}, ShardedSettings),
+        (lightning_dist.local_updates, {"model", "optimizer", "groups"}, LocalUpdateSettings),
     ],
-    ids=["compress_ddp", "Settings", "the strategies", "compress_fsdp"],
+    ids=["compress_ddp", "the strategies", "compress_fsdp", "local_updates"],
 )
-def test_every_signature_has_these_options_and_defaults(
-    function: Any, others: set[str], options: Iterable[str]
+def test_every_signature_has_the_settings_of_its_family(
+    function: Any, others: set[str], family: type
 ) -> None:
     parameters = inspect.signature(function).parameters
-    assert {name: p.default for name, p in parameters.items() if name not in others} == {
-        name: OPTIONS[name].default for name in options
-    }
+    shown = {name: p.default for name, p in parameters.items() if name not in others}
+    assert shown == {name: each.default for name, each in settings_of(family).items()}
+    text = " ".join((inspect.getdoc(function) or "").split())
+    for name, each in settings_of(family).items():
+        assert f"{name}: {each.meaning}" in text
 
 
-def test_local_updates_have_their_options() -> None:
-    assert get_args(Method) == METHODS
-    known = inspect.signature(lightning_dist.local_updates).parameters
-    others = {"model", "optimizer", "outer_optimizer", "outer_schedule", "groups"}
-    assert set(known) - others == set(OF_LOCAL)
+def test_defaults_are_values_of_files() -> None:
+    for name, option in OPTIONS.items():
+        assert option.outside_rule.fits(option.outside_default), name
 
 
 def test_options_that_the_training_has_not_are_refused() -> None:
-    with pytest.raises(ValueError, match="setting of local updates and cannot take effect here"):
-        require_only({"codec": "int4", "sync_every": 8}, OF_DDP, under="here")
+    with pytest.raises(
+        ValueError, match="setting of local updates and cannot take effect under DDP"
+    ):
+        require_only({"codec": "int4", "sync_every": 8}, ExchangeSettings)
     with pytest.raises(ValueError, match="parameters is a setting of FSDP2 and cannot take effect"):
-        require_only({"parameters": "int8"}, OF_DDP, under="here")
-    with pytest.raises(ValueError, match="got 3; remove it"):
-        require_only({"start_step": 3}, OF_LOCAL, under="here")
-    assert require_only({"codec": "int4", "delay": 0}, OF_LOCAL, under="") == {"codec": "int4"}
+        require_only({"parameters": "int8"}, ExchangeSettings)
+    with pytest.raises(ValueError, match="got 3; ddp_steps are steps"):
+        require_only({"start_step": 3}, LocalUpdateSettings)
+    assert require_only({"codec": "int4", "delay": 0}, LocalUpdateSettings) == {"codec": "int4"}
 
 
 @pytest.mark.parametrize(

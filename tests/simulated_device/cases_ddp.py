@@ -35,7 +35,7 @@ from lightning_dist.reducer import reducer as reducer_module
 from lightning_dist.reducer.executor import SideStream, executor_for
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.ddp import compress_ddp
 from simulated_device.device import install
 from simulated_device.ranks import SimulatedRank, delays, require_same, run_on_devices, to_cpu
@@ -264,7 +264,7 @@ def test_the_hook_returns_before_the_exchange_is_issued(in_order: bool) -> None:
 
     def body(rank: SimulatedRank) -> str:
         weight = torch.zeros(40, 48, device=rank.accelerator)
-        settings = Settings.check("int8", min_compress_numel=0)
+        settings = ExchangeSettings("int8", min_compress_numel=0)
         executor = executor_for(rank.accelerator, in_order=in_order)
         gate = threading.Event()
         if in_order:

@@ -21,7 +21,7 @@ from lightning_dist.elastic.private import send_buffers
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.regroup import from_rank
 from lightning_dist.ranks.launcher import Claim
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync import networks
 from lightning_dist.sync.ddp import compress_ddp
 from lightning_dist.sync.grouping import topology_of
@@ -29,7 +29,7 @@ from lightning_dist.sync.grouping import topology_of
 
 def grouped(nodes: str, *, claims: Sequence[Any] | None = None, **settings: Any) -> Any:
     """The tree that these settings mean on ``nodes``, one letter a rank; None: flat."""
-    checked = Settings.check(**settings)
+    checked = ExchangeSettings(**settings)
     said = claims or [None] * len(nodes)
     return topology_of(checked, nodes=list(nodes), claims=said, rank=0)[1]
 
@@ -97,13 +97,13 @@ def test_declared_groups_that_cannot_be(declared: dict[str, Any], says: str) -> 
 
 
 FORMS = "'auto', True, False or 'leader'"
-GROUPS = "groups of ranks (int), none of them empty, like [[0, 1], [2, 3]]"
+GROUPS = "groups of ranks, none of them empty, like [[0, 1], [2, 3]], or None (by host name)"
 
 
 @pytest.mark.parametrize(
     ("name", "must_be", "values"),
     [
-        ("ranks_per_node", "1 or more ranks", [0, -2, True, 2.0, "2"]),
+        ("ranks_per_node", "1 or more ranks, or None (by host name)", [0, -2, True, 2.0, "2"]),
         ("hierarchical", FORMS, ["yes", "Leader", 1, None, 0]),
         ("rank_groups", GROUPS, [[0, 1, 2, 3], [[0, 1], 2, 3], 4, [], [[0, 1], []], "01"]),
         ("rank_groups", GROUPS, [[[[0, 1], [2, 3]], [[4, 5], [6, 7]]], [["0", "1"], ["2", "3"]]]),
@@ -112,7 +112,7 @@ GROUPS = "groups of ranks (int), none of them empty, like [[0, 1], [2, 3]]"
 )
 def test_settings_of_groups_have_their_types(name: str, must_be: str, values: list[Any]) -> None:
     for value in values:
-        told = message(Settings.check, **{name: value})
+        told = message(ExchangeSettings, **{name: value})
         assert told == f"{name} must be {must_be}, got {value!r}"
 
 
@@ -120,7 +120,7 @@ def test_settings_of_groups_have_their_types(name: str, must_be: str, values: li
     "codec", [{"intra": "bf16"}, {"inter": "int8"}, {}, {"intra": "bf16", "inter": "int8", "x": 1}]
 )
 def test_a_codec_for_each_level_has_two_keys(codec: Any) -> None:
-    text = message(Settings.check, codec)
+    text = message(ExchangeSettings, codec)
     assert text.startswith("A codec for each level is {'intra': inside a node, 'inter': between")
     assert text.endswith(
         f"got the keys {sorted(codec)}; policies are by_size, by_name, warmup, after_steps"
@@ -129,7 +129,7 @@ def test_a_codec_for_each_level_has_two_keys(codec: Any) -> None:
 
 def test_codecs_that_do_not_fit_inside() -> None:
     for intra in set(CODECS) - {"none", "fp16", "bf16"}:
-        assert message(Settings.check, {"intra": intra, "inter": "int8"}) == (
+        assert message(ExchangeSettings, {"intra": intra, "inter": "int8"}) == (
             "Inside a node gradients are summed without decoding, so 'intra' must be one of none, "
             f"fp16, bf16, got {intra!r}; give it to 'inter'"
         )
@@ -138,7 +138,7 @@ def test_codecs_that_do_not_fit_inside() -> None:
 def test_codecs_of_levels_need_levels() -> None:
     levels = {"intra": "bf16", "inter": "int8"}
     assert "with hierarchical=False; give one codec" in message(
-        Settings.check, levels, hierarchical=False
+        ExchangeSettings, levels, hierarchical=False
     )
     for nodes, counts in (("aaaa", "1 node x 4 ranks"), ("abcd", "4 nodes x 1 rank")):
         text = message(grouped, nodes, codec=levels)

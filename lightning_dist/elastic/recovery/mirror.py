@@ -17,10 +17,10 @@ from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.facts import all_facts
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import Layout
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 
 
-def require_flat(settings: Settings) -> None:
+def require_flat(settings: ExchangeSettings) -> None:
     """Raise ValueError for settings that ask for a hierarchical exchange."""
     if settings.hierarchical not in (False, "auto") or not settings.intra.lossless:
         raise ValueError(

@@ -62,7 +62,7 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
     settings = reducer.settings
-    if settings.ranks_per_node is not None or settings.rank_groups is not None:
+    if settings.ranks_per_node is not None or settings.nodes is not None:
         raise ValueError(
             "ranks_per_node and rank_groups name ranks, whose numbers change when one is lost; "
             "leave them out with recovery='in_process': ranks of one host name are reduced first, "

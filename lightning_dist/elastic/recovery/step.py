@@ -87,7 +87,7 @@ class StepRecovery:
         if mirror_every is not None:
             if not self.reducer.keeps_state:
                 raise ValueError(
-                    f"mirror_residuals has nothing to copy: codec {settings.codec} leaves no "
+                    f"mirror_residuals has nothing to copy: codec {settings.inter} leaves no "
                     "residuals; leave it out"
                 )
             require_flat(settings)

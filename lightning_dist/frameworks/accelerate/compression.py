@@ -20,7 +20,7 @@ from lightning_dist.frameworks.accelerate.roll_call import RollCall
 from lightning_dist.frameworks.strategies.arguments import CONFIG_KEY
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import run_config
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.ddp import (
     attach,
     connect_to_own,
@@ -43,7 +43,7 @@ class Compression(CommReport):
 
     """
 
-    def __init__(self, accelerator: Accelerator, settings: Settings) -> None:
+    def __init__(self, accelerator: Accelerator, settings: ExchangeSettings) -> None:
         self._accelerator, self._settings = accelerator, settings
         self._roll_call: RollCall | None = None  # from the first model in DDP on
         self.take_place()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import ParallelismConfig
 from torch import nn
@@ -14,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
 from lightning_dist.base.private import loss_scale_of
-from lightning_dist.codecs import Codec
 from lightning_dist.frameworks.accelerate import private
 from lightning_dist.frameworks.accelerate.attach import (
     is_wrapped_by,
@@ -23,15 +20,14 @@ from lightning_dist.frameworks.accelerate.attach import (
     wrap_method,
 )
 from lightning_dist.frameworks.accelerate.compression import Compression
-from lightning_dist.settings import LEFT_OUT, Resolved, resolve
-from lightning_dist.settings.exchange import Settings
-from lightning_dist.settings.options import OF_SHARDS, require_of_shards
+from lightning_dist.settings import FromOutside, Resolved, from_outside
+from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.fsdp.attach import (
     ShardedExchange,
     attach_replicas,
     attach_shards,
 )
-from lightning_dist.sync.fsdp.settings import ShardSettings, checked_settings
 from lightning_dist.sync.rules import require_one_momentum
 
 if TYPE_CHECKING:
@@ -41,45 +37,26 @@ _MESH = ("dp_replicate", "dp_shard_cp")
 """Dimensions of Accelerate's mesh: replicas, and the shards of one."""
 
 
-@dataclass(frozen=True)
-class CompressedFSDPPlugin:
+class CompressedFSDPPlugin(FromOutside, ShardedSettings):
     """Arguments of :func:`lightning_dist.compress_fsdp`, for the model that Accelerate prepares.
 
     For an ``Accelerator`` with ``FullyShardedDataParallelPlugin(fsdp_version=2)`` and a
     ``ParallelismConfig`` of several replicas (HSDP): those are averaged by us, compressed; or, with
     ``parameters``, without replicas. What is left out comes from variables and files, as for
     :class:`CompressedDDPPlugin`.
-
-    Args:
-        codec: a name of ``lightning_dist.CODECS``, with options as in ``"topk:ratio=0.01"``, a
-            codec object, or a policy.
-        parameters: for a model that is sharded over all ranks: codec of the parameters in FSDP's
-            all-gather; gradients are reduce-scattered in ``codec``, which has to be unbiased, such
-            as ``"qsgd:bits=8"``, or to have ``error_feedback=True``, then in 8 bits.
-        error_feedback: this and all others as for ``compress_fsdp``.
-
-    Raises:
-        ValueError: a setting that is out of range or cannot take effect.
     """
 
-    codec: str | Codec | Mapping[str, Any] = LEFT_OUT
-    _: KW_ONLY
-    parameters: str | Codec | None = LEFT_OUT
-    error_feedback: bool | Literal["auto"] = LEFT_OUT
-    min_compress_numel: int | None = LEFT_OUT
-    start_step: int = LEFT_OUT
-    compile_kernels: bool | Literal["auto"] = LEFT_OUT
-    commit: Literal["auto", "immediate", "deferred"] = LEFT_OUT
-    _resolved: Resolved = field(init=False, repr=False, compare=False)
+    @takes(ShardedSettings, make=from_outside)
+    def __init__(self, settings: Resolved) -> None:
+        """Check the settings.
 
-    def __post_init__(self) -> None:
-        resolved = resolve({name: getattr(self, name) for name in OF_SHARDS})
-        object.__setattr__(self, "_resolved", resolved)
-        for name in OF_SHARDS:
-            object.__setattr__(self, name, resolved.value(name))
-        with resolved.named_in_errors():
-            require_of_shards(resolved.options)
-            self._settings()
+        Args:
+            settings: each an argument of the plugin.
+
+        Raises:
+            ValueError: a setting that is out of range or cannot take effect.
+        """
+        super().__init__(settings)
 
     def attach(self, accelerator: Accelerator) -> Compression:
         """Compress the gradients of the model that ``accelerator`` prepares from now on.
@@ -92,14 +69,10 @@ class CompressedFSDPPlugin:
                 has several, or tensor parallelism; a model is prepared already, or a plugin
                 attached.
         """
-        settings = self._settings()
-        _require_attachable(accelerator, replicas=isinstance(settings, Settings))
-        compression = ShardedCompression(accelerator, settings)
-        print_outside(accelerator, self._resolved)
+        _require_attachable(accelerator, replicas=self.parameters is None)
+        compression = ShardedCompression(accelerator, self)
+        print_outside(accelerator, self.resolved)
         return compression
-
-    def _settings(self) -> Settings | ShardSettings:
-        return checked_settings(**{name: getattr(self, name) for name in OF_SHARDS})
 
 
 class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no types
@@ -114,14 +87,12 @@ class ShardedParallelism(ParallelismConfig):  # type: ignore[misc]  # it has no 
 class ShardedCompression(Compression):
     """The compression of one Accelerator; made by :meth:`CompressedFSDPPlugin.attach`."""
 
-    def __init__(self, accelerator: Accelerator, settings: Settings | ShardSettings) -> None:
-        self._of_all = settings if isinstance(settings, ShardSettings) else None
-        super().__init__(
-            accelerator, settings.given if isinstance(settings, ShardSettings) else settings
-        )
+    def __init__(self, accelerator: Accelerator, settings: ShardedSettings) -> None:
+        super().__init__(accelerator, settings)
+        self._sharded = settings
         self._exchanges: dict[nn.Module, ShardedExchange] = {}
         wrap_method(accelerator, "prepare", self._prepare)
-        if self._of_all is None:
+        if settings.parameters is None:
             config = copy(accelerator.parallelism_config)
             config.__class__ = ShardedParallelism
             accelerator.state.parallelism_config = config
@@ -142,9 +113,9 @@ class ShardedCompression(Compression):
     def _attach(self, model: nn.Module) -> ShardedExchange:
         accelerator = self._accelerator
         grad_scale = loss_scale_of(accelerator.scaler)
-        if self._of_all is not None:
+        if self._sharded.parameters is not None:
             every = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-            return attach_shards(model, self._of_all, mesh=every, grad_scale=grad_scale)
+            return attach_shards(model, self._sharded, mesh=every, grad_scale=grad_scale)
         return attach_replicas(
             model,
             self._settings,

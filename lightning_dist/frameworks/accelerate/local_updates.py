@@ -19,31 +19,28 @@ from lightning_dist.frameworks.accelerate.attach import (
 )
 from lightning_dist.frameworks.accelerate.private import prepared_models, prepared_optimizers
 from lightning_dist.frameworks.accelerate.roll_call import RollCall
-from lightning_dist.settings import Resolved, resolve
-from lightning_dist.settings.exchange import Settings
-from lightning_dist.settings.options import OF_LOCAL, require_only
+from lightning_dist.settings import Resolved, from_outside
+from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
+from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.ddp import reducer_of
-from lightning_dist.sync.local.anchor import OuterOptimizer, OuterSchedule
 from lightning_dist.sync.local.checks import require_replicas
 from lightning_dist.sync.local.outer_steps import LocalUpdates
-from lightning_dist.sync.local.settings import LocalUpdateSettings, Replicas
 from lightning_dist.sync.local.state import WorkerStates
-from lightning_dist.sync.local.updates import attach, checked
+from lightning_dist.sync.local.updates import attach
 from lightning_dist.sync.networks import node_group
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+@takes(LocalUpdateSettings, wrapper=DistributedDataParallel, make=from_outside)
 def local_updates(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,
+    settings: Resolved,
     *,
-    outer_optimizer: OuterOptimizer | None = None,
-    outer_schedule: OuterSchedule | None = None,
     replicas: Replicas = "rank",
-    **settings: Any,
 ) -> LocalUpdates:
     """:func:`lightning_dist.local_updates` of what ``accelerator.prepare`` returned. Collective.
 
@@ -62,16 +59,14 @@ def local_updates(
                     updates.step()
         updates.finish()
 
-    Settings that are left out come from variables ``LIGHTNING_DIST_*`` and the files of
+    ExchangeSettings that are left out come from variables ``LIGHTNING_DIST_*`` and the files of
     ``lightning-dist config``, as for :class:`CompressedDDPPlugin`; otherwise from the method.
 
     Args:
         model: prepared; one.
         optimizer: prepared, or several.
-        outer_optimizer: as of :func:`lightning_dist.local_updates`.
-        outer_schedule: as of the same.
+        settings: each an argument of this function.
         replicas: a worker is a rank, or all ranks of a node.
-        **settings: the others of the same.
 
     Raises:
         ValueError: the model is not in DDP, or has compressed gradients already; or see
@@ -83,37 +78,25 @@ def local_updates(
             "The model is trained in local steps by a LocalUpdatesPlugin, which `lightning-dist "
             "config` may have set with method=; leave the call out, or the plugin"
         )
-    outer = outer_optimizer, outer_schedule
-    return _attach(accelerator, model, optimizer, outer, replicas, settings)
+    print_outside(accelerator, settings)
+    made = settings.make(LocalUpdateSettings)
+    require_replicas(replicas, made)
+    return _attach(accelerator, model, optimizer, made, replicas)
 
 
 def _attach(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: Any,
-    outer: tuple[OuterOptimizer | None, OuterSchedule | None],
+    settings: LocalUpdateSettings,
     replicas: Replicas,
-    settings: dict[str, Any],
 ) -> LocalUpdates:
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     optimizers = [getattr(each, "optimizer", each) for each in given]
-    outer_optimizer, outer_schedule = outer
-    resolved, schedule, compression = _resolved(settings, outer_optimizer)
-    require_replicas(replicas, schedule)
-    print_outside(accelerator, resolved)
     if replicas == "node":
         assert isinstance(model, DistributedDataParallel)
-        rebuild_ddp(model, node_group(model.process_group, compression, device=model.device))
-    updates = attach(
-        model,
-        optimizers,
-        schedule,
-        compression,
-        outer_optimizer=outer_optimizer,
-        outer_schedule=outer_schedule,
-        silences=replicas == "rank",
-    )
-
+        rebuild_ddp(model, node_group(model.process_group, settings, device=model.device))
+    updates = attach(model, optimizers, settings, silences=replicas == "rank")
     network, roll_call = updates.reducer.network, None
     if network.world_size > 1:
         steps = partial(getattr, updates.reducer, "step")
@@ -162,37 +145,30 @@ class LocalUpdatesPlugin:
     Every step of the first prepared optimizer that is not inside an accumulation counts. One model,
     with its optimizers. ``accelerator.get_state_dict`` and ``save_model`` give the anchor, and
     ``accelerator.end_training`` ends with the mean of all workers.
-
-    Args:
-        outer_optimizer: as of :func:`lightning_dist.local_updates`.
-        outer_schedule: as of the same.
-        replicas: a worker is a rank, or all ranks of a node.
-        **settings: the others of the same, but ``groups``; those that are left out come from
-            variables and files, as for :class:`CompressedDDPPlugin`.
-
-    Raises:
-        ValueError: a setting that does not exist, is out of range or cannot take effect.
     """
 
     updates: LocalUpdates | None = None
     """The outer steps; None before ``prepare``."""
 
-    def __init__(
-        self,
-        *,
-        outer_optimizer: OuterOptimizer | None = None,
-        outer_schedule: OuterSchedule | None = None,
-        replicas: Replicas = "rank",
-        **settings: Any,
-    ) -> None:
-        _, schedule, _ = _resolved(settings, outer_optimizer)
-        require_replicas(replicas, schedule)
-        if schedule.weigh_by == "samples":
+    @takes(LocalUpdateSettings, make=from_outside)
+    def __init__(self, settings: Resolved, *, replicas: Replicas = "rank") -> None:
+        """Check the settings.
+
+        Args:
+            settings: each an argument of the plugin; those that are left out come from variables
+                and files, as for :class:`CompressedDDPPlugin`.
+            replicas: a worker is a rank, or all ranks of a node.
+
+        Raises:
+            ValueError: a setting that does not exist, is out of range or cannot take effect.
+        """
+        self._resolved, self._settings = settings, settings.make(LocalUpdateSettings)
+        require_replicas(replicas, self._settings)
+        if self._settings.weigh_by == "samples":
             raise ValueError(
                 "weigh_by='samples' needs to know the samples of every step; call "
                 "lightning_dist.accelerate.local_updates and updates.step(samples=) in the loop"
             )
-        self._outer, self._settings = (outer_optimizer, outer_schedule), settings
         self._replicas: Replicas = replicas
         self._models: list[nn.Module] = []  # prepared
 
@@ -235,8 +211,9 @@ class LocalUpdatesPlugin:
         if self.updates is None and self._models and optimizers:
             model = (trained or self._models)[0]
             _require_local(self._accelerator, model)
+            print_outside(self._accelerator, self._resolved)
             self.updates = _attach(
-                self._accelerator, model, optimizers, self._outer, self._replicas, self._settings
+                self._accelerator, model, optimizers, self._settings, self._replicas
             )
             optimizers[0].step = self._counted(optimizers[0].step)
         return prepared
@@ -261,14 +238,3 @@ class LocalUpdatesPlugin:
             self.updates.finish()
             self.updates.close()
         stock()
-
-
-def _resolved(
-    given: dict[str, Any], outer_optimizer: OuterOptimizer | None
-) -> tuple[Resolved, LocalUpdateSettings, Settings]:
-    """Settings of the code and from outside of it, checked."""
-    resolved = resolve({name: value for name, value in given.items() if name in OF_LOCAL})
-    with resolved.named_in_errors():
-        options = require_only(resolved.options, OF_LOCAL, under="with local updates")
-        found = {name: value for name, value in options.items() if value is not None}
-        return resolved, *checked(outer_optimizer=outer_optimizer, **{**given, **found})

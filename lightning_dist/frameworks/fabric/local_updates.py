@@ -71,7 +71,7 @@ class LocalUpdateStrategy(LocalSteps, CompressionArguments, FollowsLauncher, DDP
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not self._schedule.ddp_steps and self._replicas == "rank":
+        if not self._local.ddp_steps and self._replicas == "rank":
             self._backward_sync_control = _NothingToSync()  # type: ignore[assignment]  # its one method
 
     @override

@@ -13,11 +13,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.codecs import Codec
 from lightning_dist.frameworks.fabric.residuals import SavesResiduals
 from lightning_dist.frameworks.lightning.launcher import FollowsLauncher
 from lightning_dist.frameworks.strategies.model_parallel import ModelParallelArguments
 from lightning_dist.frameworks.strategies.other_package import OfOneFramework
+from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.mesh import ReplicatedMesh
 
 
@@ -46,13 +47,14 @@ class CompressedModelParallelStrategy(
     ``fabric.setup`` restores them.
     """
 
+    @takes(ShardedSettings)
     def __init__(
         self,
         parallelize_fn: Callable[[Any, DeviceMesh], Module],
-        codec: str | Codec | dict[str, Any] = "int8",
+        settings: ShardedSettings,
         **kwargs: Any,
     ) -> None:
-        super().__init__(codec, parallelize_fn=parallelize_fn, **kwargs)
+        super().__init__(settings, parallelize_fn=parallelize_fn, **kwargs)
         self._backward_sync_control: Any = self
 
     @override

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
@@ -74,19 +73,19 @@ class LocalSteps(LocalUpdateArguments, CompressingStrategy):
         assert self.lightning_module is not None
         if is_trial or not self.lightning_module.automatic_optimization:
             return
-        steps, schedule = trainer.estimated_stepping_batches, self._schedule
+        steps, settings = trainer.estimated_stepping_batches, self._local
         if steps <= 0 or steps == float("inf"):
             return
         self._updates.total_steps = int(steps)
         if trainer.global_step:
             return
-        outer = int(steps - schedule.ddp_steps) // schedule.sync_every
+        outer = int(steps - settings.ddp_steps) // settings.sync_every
         if outer < 1:
             raise ValueError(
                 f"A training of {steps:g} steps must have an outer step, got sync_every="
-                f"{schedule.sync_every} and ddp_steps={schedule.ddp_steps}; set them lower"
+                f"{settings.sync_every} and ddp_steps={settings.ddp_steps}; set them lower"
             )
-        few = schedule.few(steps - schedule.ddp_steps)
+        few = settings.few(steps - settings.ddp_steps)
         if few and self.global_rank == 0:
             log.warning("%s", few)
 
@@ -101,13 +100,13 @@ class LocalSteps(LocalUpdateArguments, CompressingStrategy):
         # Attempted steps count, also where a GradScaler skips one; of several optimizers the first.
         if self._updates is not None and optimizer is self.optimizers[0]:
             self._count_step()
-            self._samples = 0.0 if self._schedule.weigh_by == "samples" else None
+            self._samples = 0.0 if self._local.weigh_by == "samples" else None
         return output
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self._schedule.weigh_by == "samples":
+        if self._local.weigh_by == "samples":
             self.count_samples(extract_batch_size(batch))
 
     @override
@@ -118,7 +117,7 @@ class LocalSteps(LocalUpdateArguments, CompressingStrategy):
     @override
     def comm_config(self) -> dict[str, Any]:
         config = super().comm_config()
-        return {**config, "local_updates": asdict(self._schedule)} if config else {}
+        return {**config, "local_updates": self._local.outer} if config else {}
 
     def on_validation_start(self) -> None:
         super().on_validation_start()  # type: ignore[misc]
@@ -186,7 +185,7 @@ class LocalUpdateStrategy(LocalSteps, CompressedDDPStrategy):
             return
         assert self.model is not None
         assert self.lightning_module is not None
-        if self._schedule.ddp_steps and not self.lightning_module.automatic_optimization:
+        if self._local.ddp_steps and not self.lightning_module.automatic_optimization:
             raise ValueError(
                 "With manual optimization Lightning decides itself when DDP averages gradients; "
                 "leave ddp_steps out"

@@ -71,7 +71,7 @@ def rank_metadata(
         commit="" if reducer is None else reducer.comm_config()["commit"],
         worker="" if worker is None else str(worker),
         fsdp=model.kind if isinstance(model, ShardedModel) else "",
-        sync_every=model.updates.schedule.sync_every if isinstance(model, LocalModel) else 0,
+        sync_every=model.updates.settings.sync_every if isinstance(model, LocalModel) else 0,
     )
 
 

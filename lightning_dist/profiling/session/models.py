@@ -207,10 +207,10 @@ class LocalModel:
 
     def why_not_in_detail(self) -> str:
         """Reason why exchanges cannot be timed; empty if they can."""
-        schedule = self.updates.schedule
-        if schedule.overlap_steps:
-            return f"with overlap_steps={schedule.overlap_steps} an exchange is of many steps"
-        if schedule.ddp_steps:
+        settings = self.updates.settings
+        if settings.overlap_steps:
+            return f"with overlap_steps={settings.overlap_steps} an exchange is of many steps"
+        if settings.ddp_steps:
             return "exchanges of the first ddp_steps are those of DDP"
         if self.device.type != "cpu":
             return "exchanges of local updates are timed on CPUs only"

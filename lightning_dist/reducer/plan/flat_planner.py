@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs.base import BlockCodec, Codec
+from lightning_dist.codecs.memory import Memory
 from lightning_dist.exchange.wire import PayloadMemory
 from lightning_dist.kernels.inductor import Variant, fused_passes, known_passes
 from lightning_dist.kernels.passes import Factors, Kernels, Pass
@@ -35,13 +35,13 @@ class FlatPlanner:
         network: Network,
         state: ReducerState,
         *,
-        error_feedback: bool | Literal["auto"],
+        memory_of: Callable[[Codec], Memory],
         immediate: bool = False,
         tables: bool = True,
         divide_last: bool = False,
     ) -> None:
         self.network, self.state, self._divide_last = network, state, divide_last
-        self.error_feedback: bool | Literal["auto"] = error_feedback
+        self.memory_of = memory_of
         self._blocks: dict[tuple[BlockCodec, torch.dtype], BlockPlan] = {}
         self.sparse_passes: Mapping[str, Pass] = {}  # compiled
         self._compiles = True
@@ -51,7 +51,7 @@ class FlatPlanner:
 
     def kinds(self, codec: Codec) -> Sequence[str]:
         """Kinds of state that differ from rank to rank, under ``codec`` and the user's settings."""
-        return codec.memory(self.error_feedback).kinds
+        return self.memory_of(codec).kinds
 
     def restart(self, turn: int) -> None:
         """A tensor is planned. Those of one ``turn`` share memory."""
@@ -113,7 +113,7 @@ class FlatPlanner:
     def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
         """A block codec for gradients of ``dtype`` in a flat exchange."""
         if (codec, dtype) not in self._blocks:
-            memory, factors = codec.memory(self.error_feedback), self._factors(codec)
+            memory, factors = self.memory_of(codec), self._factors(codec)
             world, state = self.network.world_size, self.state
             kernels = Kernels(codec, memory=memory, factors=factors, world_size=world)
             by_owners = EXCHANGES[codec.exchange].reduced_by == "owners"

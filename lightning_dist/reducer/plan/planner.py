@@ -5,14 +5,14 @@ bucket -> groups (one codec each) -> units (one exchange each) -> tiles (one ker
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import product
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Codec
+from lightning_dist.codecs.memory import Memory
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.ranks.traffic import ring_allreduce
@@ -47,7 +47,7 @@ class Planner:
         network: Network,
         state: ReducerState,
         *,
-        error_feedback: bool | Literal["auto"],
+        memory_of: Callable[[Codec], Memory],
         intra_codec: BlockCodec,
         whole: Collection[str] = (),
         immediate: bool = False,
@@ -55,7 +55,7 @@ class Planner:
         divide_last: bool = False,
     ) -> None:
         self.network, self.state, self.immediate = network, state, immediate
-        self.error_feedback: bool | Literal["auto"] = error_feedback
+        self.memory_of = memory_of
         self.compiled: dict[Codec, tuple[set[torch.dtype], set[int]]] = {}
         """Dtypes and sizes of the gradients that kernels were compiled for."""
         is_flat = network.intra is None
@@ -65,7 +65,7 @@ class Planner:
             self.flat = FlatPlanner(
                 flat_network,
                 state,
-                error_feedback=error_feedback,
+                memory_of=memory_of,
                 immediate=immediate,
                 tables=tables,
                 divide_last=divide_last and is_flat,
@@ -116,7 +116,7 @@ class Planner:
 
     def kinds(self, codec: Codec) -> Sequence[str]:
         """Kinds of state that differ from rank to rank, under ``codec`` and the user's settings."""
-        return codec.memory(self.error_feedback).kinds
+        return self.memory_of(codec).kinds
 
     def keeps_state(self, codec: Codec) -> bool:
         """Whether anything is kept from one step to the next."""

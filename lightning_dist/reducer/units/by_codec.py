@@ -35,7 +35,7 @@ def flat_units(
             "an empty list; return at least one"
         )
     if not codec.lossless:
-        memory = codec.memory(planner.error_feedback)
+        memory = planner.memory_of(codec)
         units[0].source = SampleSource(codec, slices, bucket, planner.state, memory)
     return units
 
@@ -49,7 +49,7 @@ def units_of(
     The slices have shapes: those of the tensors, if the codec takes ``whole_tensors``.
 
     Args:
-        planner: has the ``network``, the ``state`` and the user's wish for ``error_feedback``.
+        planner: has the ``network``, the ``state`` and what is kept of errors, ``memory_of``.
     """
     require_units(codec)
     raise AssertionError(f"{codec} has units, and they were not asked for")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, overload
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist.base.private import loss_scale_of, name_before_compile
-from lightning_dist.codecs import Codec
 from lightning_dist.exchange.replicate import replicate
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings.exchange import Settings
-from lightning_dist.sync.arguments import refuses_unknown
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.ddp import compile_kernels as compile_at_set_up
 from lightning_dist.sync.ddp import describe_parameters, if_attached_to, remember
 from lightning_dist.sync.fsdp.checks import (
@@ -32,7 +32,6 @@ from lightning_dist.sync.fsdp.replicas import (
     layout_of,
     local_of,
 )
-from lightning_dist.sync.fsdp.settings import ShardSettings, checked_settings
 from lightning_dist.sync.fsdp.shards import CompressedShards
 from lightning_dist.sync.networks import sharded_network
 from lightning_dist.sync.optimizers import OptimizerWatch
@@ -45,50 +44,14 @@ _attached: WeakValueDictionary[int, ShardedExchange] = WeakValueDictionary()
 """By the id of the model, which must stay copyable, so that nothing may be hung on it."""
 
 
-@overload
+@takes(ShardedSettings, wrapper=fully_shard)
 def compress_fsdp(
     model: nn.Module,
-    codec: str | Codec | Mapping[str, Any] = "int8",
+    settings: ShardedSettings,
     *,
     mesh: DeviceMesh,
-    parameters: None = None,
-    error_feedback: bool | Literal["auto"] = "auto",
-    min_compress_numel: int | None = None,
-    start_step: int = 0,
-    compile_kernels: bool | Literal["auto"] = "auto",
-    commit: Literal["auto", "immediate", "deferred"] = "auto",
     grad_scaler: torch.amp.GradScaler | None = None,
-) -> ShardedGradients: ...
-
-
-@overload
-def compress_fsdp(
-    model: nn.Module,
-    codec: str | Codec | Mapping[str, Any],
-    *,
-    mesh: DeviceMesh,
-    parameters: str | Codec,
-    error_feedback: bool | Literal["auto"] = "auto",
-    min_compress_numel: int | None = None,
-    compile_kernels: bool | Literal["auto"] = "auto",
-    grad_scaler: torch.amp.GradScaler | None = None,
-) -> CompressedShards: ...
-
-
-@refuses_unknown(fully_shard)
-def compress_fsdp(
-    model: nn.Module,
-    codec: str | Codec | Mapping[str, Any] = "int8",
-    *,
-    mesh: DeviceMesh,
-    parameters: str | Codec | None = None,
-    error_feedback: bool | Literal["auto"] = "auto",
-    min_compress_numel: int | None = None,
-    start_step: int = 0,
-    compile_kernels: bool | Literal["auto"] = "auto",
-    commit: Literal["auto", "immediate", "deferred"] = "auto",
-    grad_scaler: torch.amp.GradScaler | None = None,
-) -> ShardedGradients | CompressedShards:
+) -> Any:
     """Compress the gradients of a sharded ``model`` between its replicas. Collective.
 
     ``mesh`` has two dimensions, replicas and shards (of a mesh that has more, such as one for
@@ -107,46 +70,29 @@ def compress_fsdp(
     replica.
 
     Args:
-        codec: as for :func:`~lightning_dist.compress_ddp`, between replicas. ``"none"`` gives the
-            bits of ``fully_shard`` over both dimensions with a reduction in float32.
-        mesh: replicas and shards; the same on each of its ranks.
-        parameters: codec of the parameters, for a model that is sharded over all ranks of ``mesh``,
-            without replicas: FSDP's own all-gather then sends them in it, and its reduce-scatter
-            gradients in ``codec``, which has to be unbiased (``"qsgd:bits=8"``) or to keep its
-            error in 8 bits (``error_feedback=True``: 1 byte and 2/block for every element of the
-            *unsharded* model on every rank).
-        compile_kernels: fuse the codec's kernels now (about 20 s the first time). ``"auto"``: for
-            shards of 4 Mi elements or more if there is a compiler, and on an accelerator with
-            Triton; with ``parameters`` on a CPU only. Same bytes on the wire either way.
-        commit: as for :func:`~lightning_dist.compress_ddp`, like ``grad_scaler``.
+        settings: each an argument of this function. ``"none"`` gives the bits of ``fully_shard``
+            over both dimensions with a reduction in float32.
+        mesh: replicas and shards; the same on each of its ranks. With ``parameters`` all ranks.
+        grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
 
     Returns:
-        Handle of the gradient exchange: ``no_sync()``, ``comm_stats()``, ``state_dict()``,
-        ``load_state_dict()``, ``close()``; with ``parameters`` without ``no_sync()``.
+        Handle of the gradient exchange, :class:`ShardedGradients`: ``no_sync()``, ``comm_stats()``,
+        ``state_dict()``, ``load_state_dict()``, ``close()``; with ``parameters``
+        :class:`CompressedShards`, without ``no_sync()``.
 
     Raises:
         ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
             a way in which gradients cannot be exchanged afterwards, or that is compressed already;
             ranks whose settings differ.
     """
-    settings = checked_settings(
-        codec,
-        parameters=parameters,
-        error_feedback=error_feedback,
-        min_compress_numel=min_compress_numel,
-        start_step=start_step,
-        compile_kernels=compile_kernels,
-        commit=commit,
-    )
     scale = loss_scale_of(grad_scaler)
-    if isinstance(settings, ShardSettings):
-        return attach_shards(model, settings, mesh=mesh, grad_scale=scale)
-    return attach_replicas(model, settings, mesh=mesh, grad_scale=scale)
+    attach = attach_replicas if settings.parameters is None else attach_shards
+    return attach(model, settings, mesh=mesh, grad_scale=scale)
 
 
 def attach_shards(
     model: nn.Module,
-    settings: ShardSettings,
+    settings: ShardedSettings,
     *,
     mesh: DeviceMesh,
     grad_scale: Callable[[], Tensor | None] | None = None,
@@ -157,7 +103,7 @@ def attach_shards(
         ValueError: a GradScaler and error feedback; a model that is compressed already.
     """
     require_first(exchange_of(model), name="compress_fsdp")
-    if grad_scale is not None and settings.memory:
+    if grad_scale is not None and settings.keeps_rounded_errors:
         raise ValueError(
             "With parameters= and error_feedback=True gradients must not be scaled, got a "
             "GradScaler: the error would be kept scaled, also of steps that it skips; use an "
@@ -170,7 +116,7 @@ def attach_shards(
 
 def attach_replicas(
     model: nn.Module,
-    settings: Settings,
+    settings: ExchangeSettings,
     *,
     mesh: DeviceMesh,
     continue_from: Reducer | None = None,

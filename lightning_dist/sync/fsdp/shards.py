@@ -34,11 +34,11 @@ from lightning_dist.reducer.rows import (
 )
 from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
-from lightning_dist.settings.exchange import identity
+from lightning_dist.settings.codecs import identity
+from lightning_dist.settings.sharded import ShardedSettings
 from lightning_dist.sync.fsdp.backward import BackwardEnd
 from lightning_dist.sync.fsdp.checks import ParameterGroup
 from lightning_dist.sync.fsdp.private import collectives_of, parameter_groups_of
-from lightning_dist.sync.fsdp.settings import ShardSettings
 from lightning_dist.sync.trained import flags_of
 
 log = get_logger(__name__)
@@ -53,15 +53,15 @@ class CompressedShards:
     """
 
     def __init__(
-        self, model: nn.Module, settings: ShardSettings, *, groups: Sequence[ParameterGroup]
+        self, model: nn.Module, settings: ShardedSettings, *, groups: Sequence[ParameterGroup]
     ) -> None:
         self.model, self._settings, self._parameter_groups = model, settings, groups
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
         self._names = names
         own = {
-            "gradients": identity(settings.gradients),
-            "parameters": identity(settings.parameters),
-            "error_feedback": settings.memory,
+            "gradients": identity(settings.policy_of_gradients),
+            "parameters": identity(settings.policy_of_parameters),
+            "errors are kept": settings.keeps_rounded_errors,
             "groups": [[names[p] for p in group.parameters] for group in groups],
         }
         self.group, self.device = groups[0].group, groups[0].parameters[0].device
@@ -105,14 +105,19 @@ class CompressedShards:
     def _replace(self, names: Mapping[Tensor, str]) -> None:
         settings, every = self._settings, list[RowGather | RowReduceScatter]()
         for index, each in enumerate(self._parameter_groups):
-            rows = _rows(settings.parameters, each, names, each.dtype)
+            rows = _rows(settings.policy_of_parameters, each, names, each.dtype)
             quantised: dict[str, RowGather | RowReduceScatter] = {
                 "all_gather": RowGather(rows, self.topology)
             }
             if any(parameter.requires_grad for parameter in each.parameters):
-                memory = RoundedError() if settings.memory else None
+                memory = RoundedError() if settings.keeps_rounded_errors else None
                 rows = _rows(
-                    settings.gradients, each, names, each.reduce_dtype, trained=True, memory=memory
+                    settings.policy_of_gradients,
+                    each,
+                    names,
+                    each.reduce_dtype,
+                    trained=True,
+                    memory=memory,
                 )
                 name = names[each.parameters[0]]
                 self._reductions[name] = quantised["reduce_scatter"] = RowReduceScatter(
@@ -147,8 +152,8 @@ class CompressedShards:
     def comm_config(self) -> dict[str, Any]:
         """Codecs, nodes and versions, for the configuration of a tracked run."""
         return {
-            **run_config(self._settings.given, None),
-            "parameters": str(self._settings.parameters),
+            **run_config(self._settings, None),
+            "parameters": str(self._settings.policy_of_parameters),
             "exchange": "sharded",
             **places(self.topology),
         }
@@ -271,7 +276,7 @@ class CompressedShards:
         self._stats.drop_step()
 
     def _compile(self, every: Sequence[RowGather | RowReduceScatter]) -> None:
-        wish, numel = self._settings.given.compile_kernels, sum(each.rows.numel for each in every)
+        wish, numel = self._settings.compile_kernels, sum(each.rows.numel for each in every)
         if is_accelerator(self.device):
             if wish is True:
                 raise ValueError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_dist.exchange.replicate import replicate
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.sync.local.checks import require_scheduler
 from lightning_dist.sync.local.fragments import (
     Fragment,
@@ -21,11 +22,7 @@ from lightning_dist.sync.local.fragments import (
     fragment_of,
     own_part,
 )
-from lightning_dist.sync.local.settings import LocalUpdateSettings
 from lightning_dist.sync.trained import flags_of
-
-OuterOptimizer: TypeAlias = Callable[[Sequence[Tensor]], Optimizer]
-OuterSchedule: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
 class Anchor:
@@ -33,11 +30,9 @@ class Anchor:
 
     Args:
         parameters: all of the model, by name; those that require a gradient have an anchor.
-        schedule: of the outer steps.
+        settings: of the outer steps.
         reducer: which averages, and keeps residuals.
         among: the ranks that have the same part of each parameter.
-        outer_optimizer: see :func:`~lightning_dist.local_updates`.
-        outer_schedule: see the same.
 
     Raises:
         ValueError: there are fewer trained parameters than fragments; or see
@@ -47,22 +42,20 @@ class Anchor:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        schedule: LocalUpdateSettings,
+        settings: LocalUpdateSettings,
         *,
         reducer: Reducer,
         among: Network,
-        outer_optimizer: OuterOptimizer | None = None,
-        outer_schedule: OuterSchedule | None = None,
     ) -> None:
-        self._parameters, self._schedule = parameters, schedule
+        self._parameters, self._settings = parameters, settings
         self._reducer, self._among = reducer, among
-        self._make_optimizer = self._sgd if outer_optimizer is None else outer_optimizer
-        self._make_scheduler = outer_schedule
+        self._make_optimizer = settings.outer_optimizer or self._sgd
+        self._make_scheduler = settings.outer_schedule
         trained = {name: each for name, each in parameters.items() if each.requires_grad}
-        if schedule.fragments > len(trained):
+        if settings.fragments > len(trained):
             raise ValueError(
                 "fragments must be at most the number of trained parameters, "
-                f"{len(trained)}, got {schedule.fragments}"
+                f"{len(trained)}, got {settings.fragments}"
             )
         wide = all(own_part(each).dtype == torch.float64 for each in trained.values())
         self.dtype = torch.float64 if wide else torch.float32
@@ -76,9 +69,9 @@ class Anchor:
         self.optimizer, self.scheduler = self._outer()
 
     def _sgd(self, anchors: Sequence[Tensor]) -> Optimizer:
-        momentum = self._schedule.outer_momentum
+        momentum = self._settings.outer_momentum
         return torch.optim.SGD(
-            anchors, lr=self._schedule.outer_lr, momentum=momentum, nesterov=momentum > 0
+            anchors, lr=self._settings.outer_lr, momentum=momentum, nesterov=momentum > 0
         )
 
     def look(self) -> bool:
@@ -107,7 +100,7 @@ class Anchor:
             if name in kept
             else nn.Parameter(
                 own_part(each).to(
-                    "cpu" if self._schedule.offload else each.device, self.dtype, copy=True
+                    "cpu" if self._settings.offload else each.device, self.dtype, copy=True
                 )
             )
             for name, each in self._parameters.items()
@@ -176,7 +169,7 @@ class Anchor:
         self.fragments = cut(
             {name: each for name, each in self._parameters.items() if name in names},
             self.tensors,
-            self._schedule.fragments,
+            self._settings.fragments,
         )
 
     def _outer(self) -> tuple[Optimizer, LRScheduler | None]:

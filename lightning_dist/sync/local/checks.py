@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.settings.exchange import Settings
-from lightning_dist.sync.local.settings import LocalUpdateSettings, Replicas
+from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
 from lightning_dist.sync.onebit_adam import OneBitAdam
-from lightning_dist.sync.rules import brings_momentum
 
 log = get_logger(__name__)
 _STABLE_OUTER_LR = 0.1
@@ -31,35 +29,26 @@ def require_local(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def require_differences(settings: Settings) -> None:
-    """Raise ValueError unless the codec takes differences of weights."""
-    if brings_momentum(settings):
-        raise ValueError(
-            f"codec {settings.codec.name!r} gives gradients momentum, and a pseudo-gradient is a "
-            "difference of weights; use 'topk'"
-        )
-
-
-def warn_of_bursts(settings: Settings, schedule: LocalUpdateSettings) -> None:
+def warn_of_bursts(settings: LocalUpdateSettings) -> None:
     """Log a warning where the residual of many windows is applied at once, which may diverge."""
-    for codec in settings.codec.leaves():
-        kept = "residual" in codec.memory(settings.error_feedback).kinds
-        if codec.seldom and kept and schedule.outer_lr > _STABLE_OUTER_LR:
+    for codec in settings.inter.leaves():
+        kept = "residual" in settings.memory_of(codec).kinds
+        if codec.seldom and kept and settings.outer_lr > _STABLE_OUTER_LR:
             log.warning(
                 "codec %s sends an element once in many outer steps, and then the changes of all "
                 "of them: with outer_lr=%g the weights may diverge. Set outer_lr=%g, or use 'topk' "
                 "or error_feedback=False",
                 codec,
-                schedule.outer_lr,
+                settings.outer_lr,
                 _STABLE_OUTER_LR,
             )
 
 
-def require_replicas(replicas: Replicas, schedule: LocalUpdateSettings) -> None:
+def require_replicas(replicas: Replicas, settings: LocalUpdateSettings) -> None:
     """Raise ValueError unless frameworks know what is a worker."""
     if replicas not in ("rank", "node"):
         raise ValueError(f"replicas must be 'rank' or 'node', got {replicas!r}")
-    if replicas == "node" and schedule.ddp_steps:
+    if replicas == "node" and settings.ddp_steps:
         raise ValueError(
             "ddp_steps are steps of DDP over all ranks, and replicas='node' has DDP inside the "
             "nodes; give one of the two"
@@ -69,7 +58,7 @@ def require_replicas(replicas: Replicas, schedule: LocalUpdateSettings) -> None:
 def require_workers(
     module: nn.Module,
     synced: DistributedDataParallel | None,
-    schedule: LocalUpdateSettings,
+    settings: LocalUpdateSettings,
     *,
     world_size: int,
 ) -> None:
@@ -80,12 +69,12 @@ def require_workers(
             "gradients in every step; give the module that it wraps"
         )
     over_all = synced is not None and synced.process_group.size() == world_size
-    if schedule.ddp_steps and not over_all:
+    if settings.ddp_steps and not over_all:
         raise ValueError(
             "ddp_steps is a number of steps of plain DDP, so the model must be a "
             f"DistributedDataParallel over all {world_size} ranks; wrap it, or leave ddp_steps out"
         )
-    if over_all and not schedule.ddp_steps and world_size > 1:
+    if over_all and not settings.ddp_steps and world_size > 1:
         raise ValueError(
             "The model is a DistributedDataParallel over all ranks, which averages gradients in "
             "every step; give the module itself, or one over the ranks of a worker "

@@ -22,19 +22,18 @@ from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.saved import require_mapping
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.sync.fsdp.checks import (
     require_all_sharded,
     reshard,
     sharded_groups,
 )
 from lightning_dist.sync.fsdp.replicas import local_of
-from lightning_dist.sync.local.anchor import Anchor, OuterOptimizer, OuterSchedule
+from lightning_dist.sync.local.anchor import Anchor
 from lightning_dist.sync.local.buffers import average_buffers
 from lightning_dist.sync.local.checks import require_stepped
 from lightning_dist.sync.local.fragments import own_part
 from lightning_dist.sync.local.pseudo_gradients import Exchange, PseudoGradients
-from lightning_dist.sync.local.settings import LocalUpdateSettings
 from lightning_dist.sync.local.shards import (
     OuterState,
     Read,
@@ -54,18 +53,15 @@ class LocalUpdates:
     def __init__(
         self,
         module: nn.Module,
-        schedule: LocalUpdateSettings,
+        settings: LocalUpdateSettings,
         *,
         optimizers: Sequence[Optimizer],
-        settings: Settings,
         network: Network,
-        outer_optimizer: OuterOptimizer | None = None,
-        outer_schedule: OuterSchedule | None = None,
         synced: DistributedDataParallel | None = None,
         ranks_per_worker: int = 1,
         shards: WorkerShards | None = None,
     ) -> None:
-        self.schedule, self.module, self._synced = schedule, module, synced
+        self.settings, self.module, self._synced = settings, module, synced
         self.shards = shards
         """Those of this rank's worker; None where the model is not sharded."""
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
@@ -85,18 +81,16 @@ class LocalUpdates:
             replicate({name: local_of(tensor.detach())}, among.data)
         self.anchor = Anchor(
             named,
-            schedule,
+            settings,
             reducer=self.reducer,
             among=network if shards is None else shards.between,
-            outer_optimizer=outer_optimizer,
-            outer_schedule=outer_schedule,
         )
         """Trained parameters as all workers know them."""
         self._of_shards = None if shards is None else OuterState(shards, self.anchor)
         self._gradients = PseudoGradients(
             self.anchor,
             self.reducer,
-            weigh_by=schedule.weigh_by,
+            weigh_by=settings.weigh_by,
             ranks_per_worker=ranks_per_worker,
             shards=shards,
         )
@@ -164,10 +158,10 @@ class LocalUpdates:
                 (gradients,) = self.shards.total(gradients)
             require_stepped(gradients)
         self._look()  # a worker without a batch has no step of an optimizer
-        if (samples is None) == (self.schedule.weigh_by == "samples"):
+        if (samples is None) == (self.settings.weigh_by == "samples"):
             raise ValueError(
                 "step(samples=) must be given with weigh_by='samples', and only then, got "
-                f"{samples!r} with weigh_by={self.schedule.weigh_by!r}"
+                f"{samples!r} with weigh_by={self.settings.weigh_by!r}"
             )
         self._gradients.samples.seen += samples or 0.0
         self.attempted += 1
@@ -186,7 +180,7 @@ class LocalUpdates:
         return moved
 
     def _exchange(self) -> bool:
-        local = self.attempted - self.schedule.ddp_steps
+        local = self.attempted - self.settings.ddp_steps
         if local < 0:
             return False
         if local == 0:  # the last step of plain DDP is over: the anchor is what all ranks have now
@@ -195,15 +189,15 @@ class LocalUpdates:
             self.anchor_from_weights()
             self.anchor.agree()
             return False
-        number, under_way = self.schedule.fragment_at(local), self._gradients.under_way
+        number, under_way = self.settings.fragment_at(local), self._gradients.under_way
         # One that was saved under another schedule may be due after the next one begins.
         moved = under_way is not None and (under_way.due <= local or number is not None)
         if moved:
             self._apply(self._gradients.take())
         if number is not None and self.anchor.fragments[number].parameters:
-            due = local + self.schedule.overlap_steps
+            due = local + self.settings.overlap_steps
             self._gradients.send(number, due=due, attempted=self.attempted)
-            if not self.schedule.overlap_steps:
+            if not self.settings.overlap_steps:
                 self._apply(self._gradients.take())
                 moved = True
         return moved
@@ -221,10 +215,10 @@ class LocalUpdates:
         residual of a sparse codec has many windows, which one step must not apply at once. Where no
         worker has changed its weights since the last outer step, nothing is exchanged.
         """
-        local = self.attempted - self.schedule.ddp_steps
+        local = self.attempted - self.settings.ddp_steps
         if local < 0:
             return
-        few = "" if self._has_finished else self.schedule.few(local)
+        few = "" if self._has_finished else self.settings.few(local)
         if few and self.reducer.network.rank == 0:
             log.warning("%s", few)
         self._has_finished = True
@@ -406,7 +400,7 @@ class LocalUpdates:
     @property
     def _is_ddp(self) -> bool:
         """True while plain DDP keeps the models of all ranks equal: they are the anchor."""
-        return self.attempted < self.schedule.ddp_steps
+        return self.attempted < self.settings.ddp_steps
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether it is the model that is trained, in DDP or not."""
@@ -465,7 +459,7 @@ class LocalUpdates:
             anchor.grad = None
             # Workers keep nothing of their own of what is frozen, and exchanged no more.
             mixes = not mean_only and part.name in exchanged
-            _take_anchor(parameter, anchor, keep=self.schedule.mixing if mixes else 0.0)
+            _take_anchor(parameter, anchor, keep=self.settings.mixing if mixes else 0.0)
         if exchange.lost:
             self._begin_again()
 

@@ -13,9 +13,9 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.ranks.traffic import ring_allreduce
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.settings.local_updates import Weight
 from lightning_dist.sync.local.anchor import Anchor
 from lightning_dist.sync.local.fragments import Fragment, own_part
-from lightning_dist.sync.local.settings import Weight
 from lightning_dist.sync.local.shards import WorkerShards
 
 log = get_logger(__name__)

@@ -22,14 +22,14 @@ from lightning_dist.ranks.levels import Nodes
 from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.parts import Held, Stripes
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.settings.exchange import Settings
+from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.fsdp.checks import require_all_sharded, sharded_groups
 from lightning_dist.sync.fsdp.tensor_parts import ROWS
 from lightning_dist.sync.local.anchor import Anchor
 
 
 def workers_of(
-    module: nn.Module, settings: Settings, *, groups: object, device: torch.device
+    module: nn.Module, settings: ExchangeSettings, *, groups: object, device: torch.device
 ) -> Nodes | None:
     """Ranks of each worker of a sharded model; None where each rank has all of it. Collective.
 
@@ -50,7 +50,7 @@ def workers_of(
     given = {
         "groups": groups is not None,
         "ranks_per_node": settings.ranks_per_node is not None,
-        "rank_groups": settings.rank_groups is not None,
+        "rank_groups": settings.nodes is not None,
         "hierarchical": settings.hierarchical != "auto",
         "a codec inside a node": not settings.intra.lossless,
     }

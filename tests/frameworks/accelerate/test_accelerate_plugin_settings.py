@@ -28,9 +28,8 @@ from lightning_dist.accelerate import (
 )
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.frameworks.accelerate.attach import handler_of
-from lightning_dist.settings import OPTIONS
-from lightning_dist.settings.exchange import Settings
-from lightning_dist.settings.options import OF_DDP
+from lightning_dist.settings.declared import settings_of
+from lightning_dist.settings.exchange import ExchangeSettings
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +74,13 @@ def test_the_code_takes_every_option() -> None:
         "delay": 1,
         "exchange_timeout": 30.0,
     }
-    assert tuple(options) == OF_DDP
+    known = settings_of(ExchangeSettings)
+    assert tuple(options) == tuple(known)
     plugin, nothing = CompressedDDPPlugin(**options), CompressedDDPPlugin()
-    assert {name: getattr(plugin, name) for name in OF_DDP} == options
-    of_nothing = {name: getattr(nothing, name) for name in OF_DDP}
-    assert of_nothing == {name: OPTIONS[name].default for name in OF_DDP}
-    assert tuple(field.name for field in dataclasses.fields(plugin) if field.init) == OF_DDP
+    assert {name: getattr(plugin, name) for name in known} == options
+    of_nothing = {name: getattr(nothing, name) for name in known}
+    assert of_nothing == {name: each.default for name, each in known.items()}
+    assert tuple(field.name for field in dataclasses.fields(plugin) if field.init) == tuple(known)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plugin.codec = "int8"
 
@@ -166,7 +166,7 @@ def test_errors_name_the_source(
 
 def test_the_strategies_take_nothing_from_outside(sidecar: Path) -> None:
     for strategy in (CompressedDDPStrategy(), FabricStrategy()):
-        assert strategy._settings == Settings.check()
+        assert strategy._settings == ExchangeSettings()
 
 
 def test_settings_of_a_sharded_model_are_from_outside(

@@ -28,7 +28,7 @@ def main() -> None:
         "name": __name__,
         "arguments": sys.argv[1:],
         "ranks": accelerator.num_processes,
-        "codec": None if reducer is None else repr(reducer.settings.codec),
+        "codec": None if reducer is None else repr(reducer.settings.inter),
         "steps": None if reducer is None else reducer.step,
     }
     if updates is not None:

@@ -43,8 +43,8 @@ from lightning_dist import (
 from lightning_dist.codecs import DGC, POLICIES, QSGD, Codec, Int4, PowerSGD, Threshold, TopK
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.settings import resolve
-from lightning_dist.settings.exchange import Settings
-from lightning_dist.settings.options import POLICIES as POLICIES_OF_FILES
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.exchange import POLICIES as POLICIES_OF_FILES
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
 
@@ -90,7 +90,7 @@ def strategy_from(tmp_path: Path, kind: type, **arguments: Any) -> Any:
 def test_by_name(tmp_path: Path) -> None:
     strategy = trainer_from(tmp_path, strategy="compressed_ddp_bf16").strategy
     assert type(strategy) is CompressedDDPStrategy
-    assert strategy._settings.codec == BF16()
+    assert strategy._settings.inter == BF16()
 
 
 def test_arguments_of_ours_and_of_ddp(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_arguments_of_ours_and_of_ddp(tmp_path: Path) -> None:
     ours = {"codec": "int8", "error_feedback": False, "hierarchical": "auto"}
     ours |= {"min_compress_numel": 0, "start_step": 10, "compile_kernels": False}
     strategy = strategy_from(tmp_path, CompressedDDPStrategy, **ours, **of_ddp, **of_lightning)
-    assert strategy._settings == Settings.check(**ours)
+    assert strategy._settings == ExchangeSettings(**ours)
     assert strategy._ddp_kwargs | of_ddp == strategy._ddp_kwargs
     assert strategy._ddp_kwargs["gradient_as_bucket_view"] is False, "the rest: DDP's defaults"
     assert strategy.process_group_backend == "gloo"
@@ -109,13 +109,13 @@ def test_arguments_of_ours_and_of_ddp(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", OPTIONS)
 def test_options_of_a_codec_in_the_string(tmp_path: Path, text: str) -> None:
     strategy = strategy_from(tmp_path, CompressedDDPStrategy, codec=text)
-    assert strategy._settings.codec == OPTIONS[text]
+    assert strategy._settings.inter == OPTIONS[text]
 
 
 def test_a_codec_object(tmp_path: Path) -> None:
     codec = of_class("lightning_dist.codecs.PowerSGD", rank=3, two_phase=True)
     strategy = strategy_from(tmp_path, CompressedDDPStrategy, codec=codec)
-    assert strategy._settings.codec == PowerSGD(rank=3, two_phase=True)
+    assert strategy._settings.inter == PowerSGD(rank=3, two_phase=True)
 
 
 def test_policies_are_those_of_the_guide(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_policies_are_those_of_the_guide(tmp_path: Path) -> None:
     named = by_name("int4", {r"head\.weight": "int8", "embed": "none"})
     expected = warmup({0: "none", 200: large, 1000: named})
     strategy = strategy_from(tmp_path, CompressedDDPStrategy, **yaml.safe_load(written))
-    assert strategy._settings.codec == expected
+    assert strategy._settings.inter == expected
     (tmp_path / "ours.yaml").write_text(written)
     environ = {"LIGHTNING_DIST_CONFIG": str(tmp_path / "ours.yaml"), "HF_HOME": "/"}
-    assert Settings.check(**resolve(environ=environ).options).codec == expected
+    assert ExchangeSettings(**resolve(environ=environ).options).inter == expected
     assert set(POLICIES) == set(POLICIES_OF_FILES)
 
 
@@ -136,8 +136,7 @@ def test_a_sharded_model_with_quantised_parameters(tmp_path: Path) -> None:
     sizes = {"replicate_size": 1, "data_parallel_size": "auto"}
     given = {"codec": "qsgd:bits=8", "parameters": "int8", "min_compress_numel": 0, **sizes}
     strategy = strategy_from(tmp_path, CompressedModelParallelStrategy, timeout="0:00:40", **given)
-    assert strategy._shard_settings is not None
-    assert strategy._shard_settings.parameters.leaves()[0] == Int8()
+    assert strategy._settings.policy_of_parameters.leaves()[0] == Int8()
     assert strategy._timeout == timedelta(seconds=40)
 
 
@@ -202,7 +201,7 @@ STEPS, FREEZE = 8, 5
 @pytest.mark.parametrize("text", OPTIONS)
 def test_strategies_take_options_in_the_string(text: str) -> None:
     for strategy in (CompressedDDPStrategy, FabricStrategy):
-        assert strategy(codec=text)._settings.codec == OPTIONS[text]
+        assert strategy(codec=text)._settings.inter == OPTIONS[text]
 
 
 def require_trained(facts: Facts, codec: str) -> None:

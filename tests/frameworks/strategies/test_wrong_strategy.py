@@ -56,11 +56,14 @@ def test_arguments_of_sharded_models(arguments: dict[str, Any], says: str) -> No
         ({"replicas": "node"}, "all ranks of a node are one worker; leave it out"),
         ({"method": "post_local_sgd", "ddp_steps": 9}, "got ddp_steps=9; leave it out"),
         ({"tensor_parallel_size": 2}, "got tensor_parallel_size=2; leave it out"),
-        ({"parameters": "int8"}, "parameters='int8' has no effect on local updates of a sharded"),
+        (
+            {"parameters": "int8"},
+            "cannot take effect under local updates of a sharded model, got 'int8'",
+        ),
         ({"hierarchical": True}, "each rank exchanges its shard; leave it out"),
         ({"rank_groups": [[0, 1], [2]]}, "replicate_size is the number of workers"),
         ({"ranks_per_node": 2}, "replicate_size is the number of workers"),
-        ({"commit": "deferred"}, "commit='deferred' has no effect"),
+        ({"commit": "deferred"}, "got 'deferred'; there is no step to undo"),
         ({"compile_kernels": True}, "compile nothing, so leave it out"),
         ({"recovery": "in_process"}, "each keeps a part of it"),
         ({"data_parallel_size": 0}, "above 0, got 0"),
@@ -177,16 +180,15 @@ OF_DDP = "it is an argument of DistributedDataParallel, give it there"
 OPTION = "it is an option of the codec, write codec='topk:ratio=0.1'"
 OF_FSDP = "it is an argument of fully_shard, give it there"
 LOCAL = (
-    "valid names: evaluate, method, sync_every, fragments, overlap_steps, mixing, ddp_steps, "
-    "outer_lr, outer_momentum, outer_optimizer, outer_schedule, replicas, offload, weigh_by, "
-    "codec, error_feedback, hierarchical, min_compress_numel, start_step, compile_kernels, "
-    "ranks_per_node, rank_groups, commit, delay, exchange_timeout, recovery, mirror_residuals, "
-    "and those of DDPStrategy"
+    "valid names: evaluate, method, codec, sync_every, fragments, overlap_steps, mixing, "
+    "ddp_steps, outer_lr, outer_momentum, weigh_by, offload, outer_optimizer, outer_schedule, "
+    "error_feedback, hierarchical, ranks_per_node, rank_groups, min_compress_numel, "
+    "exchange_timeout, replicas, recovery, mirror_residuals, and those of DDPStrategy"
 )
 LOCAL_SHARDED = (
-    "valid names: evaluate, replicate_size, error_feedback, min_compress_numel, exchange_timeout, "
-    "method, sync_every, fragments, overlap_steps, mixing, ddp_steps, outer_lr, outer_momentum, "
-    "outer_optimizer, outer_schedule, replicas, offload, weigh_by, codec, and those of "
+    "valid names: evaluate, method, codec, sync_every, fragments, overlap_steps, mixing, "
+    "ddp_steps, outer_lr, outer_momentum, weigh_by, offload, outer_optimizer, outer_schedule, "
+    "error_feedback, min_compress_numel, exchange_timeout, replicas, replicate_size, and those of "
     "ModelParallelStrategy"
 )
 
@@ -225,9 +227,9 @@ def test_a_name_that_is_no_setting(
 
 
 def test_a_sharded_model_takes_local_steps_with_another_strategy() -> None:
-    assert message(CompressedModelParallelStrategy, method="diloco", sync_every=16) == (
-        "CompressedModelParallelStrategy exchanges gradients in every step and takes no local "
-        "ones, got method, sync_every; use LocalUpdateModelParallelStrategy"
+    assert message(CompressedModelParallelStrategy, sync_every=16) == (
+        "sync_every is a setting of local updates and cannot take effect under FSDP2, got 16; use "
+        "a LocalUpdateModelParallelStrategy or local_updates"
     )
 
 
@@ -272,11 +274,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"error_feedback": "yes"}, "error_feedback must be True, False or 'auto', got 'yes'$"),
     ({"hierarchical": 2}, "hierarchical must be 'auto', True, False or 'leader', got 2"),
-    ({"ranks_per_node": 0}, "ranks_per_node must be 1 or more ranks, got 0"),
-    ({"rank_groups": [0, 1]}, r"rank_groups must be groups of ranks .* got \[0, 1\]"),
+    (
+        {"ranks_per_node": 0},
+        r"ranks_per_node must be 1 or more ranks, or None \(by host name\), got 0",
+    ),
+    ({"rank_groups": [0, 1]}, r"rank_groups must be groups of ranks, .* got \[0, 1\]"),
     (
         {"min_compress_numel": -1},
-        r"min_compress_numel must be 0 \(compress every tensor\) or more elements, got -1$",
+        r"min_compress_numel must be 0 or more elements \(0 compresses all tensors\), .* got -1$",
     ),
     ({"start_step": -5}, "start_step must be 0 or more synchronised steps, got -5$"),
     ({"compile_kernels": "always"}, "compile_kernels must be True, False or 'auto', got 'always'$"),

@@ -31,7 +31,7 @@ from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.session.metadata import why_not_in_detail
 from lightning_dist.profiling.session.models import LocalModel
 from lightning_dist.profiling.session.run import ProfileRun
-from lightning_dist.sync.local.settings import LocalUpdateSettings
+from lightning_dist.settings.local_updates import LocalUpdateSettings
 
 
 def train(folder: Path, profiler: CommProfiler, **settings: Any) -> None:
@@ -131,7 +131,7 @@ def test_exchanges_of_local_updates(
     updates: Any = SimpleNamespace(
         module=torch.nn.Linear(2, 2),
         reducer=SimpleNamespace(network=network),
-        schedule=LocalUpdateSettings.check(method, outer_optimizer=None, **arguments),
+        settings=LocalUpdateSettings(method=method, **arguments),
     )
     found = LocalModel(updates).why_not_in_detail()
     assert reason in found

@@ -12,7 +12,7 @@ from threads import of_all
 from torch import Tensor, nn
 
 from lightning_dist import OneBitAdam
-from lightning_dist.sync.local.settings import LocalUpdateSettings
+from lightning_dist.settings.local_updates import LocalUpdateSettings
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -190,7 +190,10 @@ def of_another_optimizer() -> torch.optim.lr_scheduler.LRScheduler:
         ({"weigh_by": "tokens"}, "weigh_by must be 'workers'"),
         ({"offload": "cpu"}, "offload must be True or False"),
         ({"outer_lr": 0.5, "outer_optimizer": torch.optim.SGD}, "set them there"),
-        ({"outer_optimizer": "adamw"}, "got 'adamw'; write lambda tensors"),
+        (
+            {"outer_optimizer": "adamw"},
+            r"such as lambda tensors: torch\.optim\.AdamW\(tensors, lr=0\.1\)",
+        ),
         ({"outer_schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "number of outer steps"),
         ({"outer_schedule": "cosine"}, "got str; for a factor"),
         ({"outer_schedule": of_another_optimizer()}, "from the outer optimizer"),
@@ -247,10 +250,10 @@ def test_a_count_in_the_middle_of_accumulation_is_refused(world: World) -> None:
 
 
 def test_few_outer_steps_are_said_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
-    sparse = LocalUpdateSettings.check("sparseloco")
+    sparse = LocalUpdateSettings(method="sparseloco")
     assert sparse.few(63 * 4 + 3).startswith("63 outer steps in 255 local ones")
     assert not sparse.few(64 * 4)
-    assert not LocalUpdateSettings.check("local_sgd").few(8)
+    assert not LocalUpdateSettings(method="local_sgd").few(8)
 
     @on_threads(1)
     def train(world: World) -> None:

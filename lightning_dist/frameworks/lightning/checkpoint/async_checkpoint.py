@@ -31,10 +31,9 @@ from lightning_dist.frameworks.lightning.checkpoint.supported import (
     require_supported,
     weights_may_change,
 )
+from lightning_dist.settings.signatures import refuse_unknown, shows_arguments_of
 from lightning_dist.sync.arguments import (
     refuse_pytorch_lightning,
-    refuse_unknown,
-    shows_arguments_of,
 )
 
 _PATIENCE = 120.0

@@ -48,7 +48,8 @@ from lightning_dist.frameworks.lightning.elastic.refusals import (
 )
 from lightning_dist.frameworks.lightning.launcher import FollowsLauncher, follow_launcher
 from lightning_dist.ranks.membership import Membership
-from lightning_dist.sync.arguments import refuse_pytorch_lightning, refuse_unknown
+from lightning_dist.settings.signatures import refuse_unknown
+from lightning_dist.sync.arguments import refuse_pytorch_lightning
 
 _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 

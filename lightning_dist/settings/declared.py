@@ -1,0 +1,113 @@
+"""Declaration of a setting in the field of a dataclass: default, rule, meaning and question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Values that a setting takes.
+
+    Args:
+        takes: what a value must be, in Python's words, for messages and documents.
+        fits: whether a value is one.
+    """
+
+    takes: str
+    fits: Callable[[Any], bool]
+
+    @property
+    def in_yaml(self) -> str:
+        """What a value must be, in the words of YAML files, variables and command lines."""
+        words = {"None": "null", "True": "true", "False": "false"}
+        text = re.sub(r"\b(None|True|False)\b", lambda found: words[found[0]], self.takes)
+        return text.replace("'", "")
+
+
+def choice(*values: bool | str | None) -> Rule:
+    """Rule of a setting that has one of these values."""
+    *first, last = map(repr, values)
+    return Rule(f"{', '.join(first)} or {last}", lambda value: _is_one_of(value, values))
+
+
+def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
+    return any(type(value) is type(each) and value == each for each in values)
+
+
+def count(unit: str, *, least: int = 0) -> Rule:
+    """Rule of a setting that is a whole number."""
+    return Rule(f"{least} or more {unit}", lambda value: type(value) is int and value >= least)
+
+
+def number(takes: str, fits: Callable[[float], bool] = lambda value: True) -> Rule:
+    """Rule of a setting that is a number."""
+    return Rule(takes, lambda value: type(value) in (int, float) and fits(value))
+
+
+def optional(rule: Rule, meaning: str) -> Rule:
+    """Rule of a setting that may be None, which has a meaning."""
+    return Rule(
+        f"{rule.takes}, or None ({meaning})", lambda value: value is None or rule.fits(value)
+    )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a family: an argument, a variable, a key of files, a line of documents.
+
+    Args:
+        default: value where nobody has set another one.
+        rule: None where the value is an object that the family checks itself.
+        meaning: its line under "Args".
+        accepts: type of the argument, where the field holds another one; "": that of the field.
+        under: kinds of training in which it takes effect, of the ``kind`` of families; (): all.
+        ask: question of ``lightning-dist config``; "": it is not asked.
+        outside: whether variables and files may set it.
+        objects: whether code may give objects that ``rule`` does not know; the family checks them.
+        by_method: whether None in files is the default, whatever that of the code.
+        positional: whether it may be given without its name.
+        name: of the field.
+    """
+
+    default: Any
+    rule: Rule | None
+    meaning: str
+    accepts: str = ""
+    under: tuple[str, ...] = ()
+    ask: str = ""
+    outside: bool = True
+    objects: bool = False
+    by_method: bool = False
+    positional: bool = False
+    name: str = ""
+
+    @property
+    def outside_default(self) -> Any:
+        """Value in files and variables that is the same as none."""
+        return None if self.by_method else self.default
+
+    @property
+    def outside_rule(self) -> Rule:
+        """Rule of a value in files and variables."""
+        assert self.rule is not None
+        return optional(self.rule, "the method's default") if self.by_method else self.rule
+
+
+def setting(default: Any, rule: Rule | None, meaning: str, **others: Any) -> Any:
+    """Field of a dataclass that declares a setting; ``others`` as of :class:`Setting`."""
+    declared = Setting(default, rule, meaning, **others)
+    return field(default=default, metadata={"setting": declared}, kw_only=not declared.positional)
+
+
+def settings_of(family: type[Any]) -> Mapping[str, Setting]:
+    """Settings that take effect in a family by name: its own, then those of its bases."""
+    found = {}
+    for each in sorted(fields(family), key=lambda each: each.name not in family.__annotations__):
+        declared: Setting | None = each.metadata.get("setting")
+        if declared is not None and (not declared.under or family.kind in declared.under):
+            found[each.name] = replace(declared, name=each.name)
+    return found
