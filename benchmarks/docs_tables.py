@@ -114,8 +114,9 @@ ARGUMENTS = {
         "lightning_dist.accelerate:AsyncStateCheckpointer snapshot staging_dir",
     ),
     "sharded": (
-        "lightning_dist:CompressedModelParallelStrategy replicate_size data_parallel_size "
-        "tensor_parallel_size parameters",
+        "lightning_dist.sync.mesh:ReplicatedMesh replicate_size data_parallel_size "
+        "tensor_parallel_size",
+        "lightning_dist:compress_fsdp parameters",
     ),
     "hierarchical": (
         "lightning_dist:CompressedDDPStrategy hierarchical ranks_per_node rank_groups",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 
@@ -105,8 +105,13 @@ def setting(default: Any, rule: Rule | None, meaning: str, **others: Any) -> Any
 
 def settings_of(family: type[Any]) -> Mapping[str, Setting]:
     """Settings that take effect in a family by name: its own, then those of its bases."""
+
+    def base(of: Field[Any]) -> int:
+        declares = (of.name in vars(each).get("__annotations__", ()) for each in family.__mro__)
+        return [*declares].index(True)
+
     found = {}
-    for each in sorted(fields(family), key=lambda each: each.name not in family.__annotations__):
+    for each in sorted(fields(family), key=base):
         declared: Setting | None = each.metadata.get("setting")
         if declared is not None and (not declared.under or family.kind in declared.under):
             found[each.name] = replace(declared, name=each.name)

@@ -182,7 +182,7 @@ def refuse_unknown(
         is_own = getattr(function, "__module__", "").startswith("lightning_dist.")
         for name, parameter in signature(function).parameters.items():
             is_one = parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-            if is_one and name not in hidden:
+            if is_one and name not in {*hidden, _SETTINGS}:
                 (own if is_own else theirs)[name] = None
     listed = ", ".join(name for name in own if name not in theirs)
     known = tuple(name for name in own | theirs if name not in ("self", "module"))

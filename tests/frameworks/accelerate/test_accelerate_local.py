@@ -195,7 +195,7 @@ def test_local_updates_refuse_what_cannot_work() -> None:
     with Run(compressed) as run, pytest.raises(ValueError, match=says):
         local_updates(run.accelerator, run.models[0], run.optimizers[0])
     both = {"replicas": "node", "method": "post_local_sgd", "ddp_steps": 2}
-    delay = "delay is a setting of DDP and cannot take effect with"
+    delay = "delay is a setting of DDP and cannot take effect under local updates"
     for settings, outside, says in (
         ({"sync_evry": 3}, {}, r"did you mean 'sync_every'\?"),
         ({"method": "diloco"}, {"LIGHTNING_DIST_DELAY": "1"}, delay),

@@ -43,8 +43,8 @@ from lightning_dist import (
 from lightning_dist.codecs import DGC, POLICIES, QSGD, Codec, Int4, PowerSGD, Threshold, TopK
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.settings import resolve
-from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.exchange import POLICIES as POLICIES_OF_FILES
+from lightning_dist.settings.exchange import ExchangeSettings
 
 pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
 

@@ -354,7 +354,7 @@ def test_what_cannot_work_is_refused() -> None:
         ("replicas must be 'rank' or 'node'", lambda: strategy(replicas="machine")),
         ("give one of the two", lambda: strategy(**after_ddp)),
         (
-            "compile_kernels=True has no effect on local updates",
+            "compile_kernels is a setting of DDP and cannot take effect under local updates",
             lambda: strategy(compile_kernels=True),
         ),
         ("set them there", lambda: strategy(outer_lr=0.5, outer_optimizer=SGD)),
