@@ -65,9 +65,14 @@ def takes(
         def call(*args: Any, **kwargs: Any) -> R:
             of = type(args[0]) if function.__name__ == "__init__" else function
             if len(args) > place and isinstance(args[place], family):
+                if twice := [name for name in offered if name in kwargs]:
+                    raise ValueError(
+                        f"{of.__name__} has got its settings as one object, and {', '.join(twice)} "
+                        "beside it; write dataclasses.replace(settings, ...)"
+                    )
                 return function(*args, **kwargs)
-            for name in kwargs.keys() & OPTIONS.keys() - offered.keys():
-                if (value := kwargs.pop(name)) != OPTIONS[name].default:
+            for name in [name for name in kwargs if name in OPTIONS and name not in offered]:
+                if (value := kwargs.pop(name)) != OPTIONS[name].outside_default:
                     raise ValueError(no_effect(name, value, family))
             if not is_open:
                 given = args[place] if len(args) > place else kwargs.get("codec", "int8")
