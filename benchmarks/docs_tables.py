@@ -101,13 +101,12 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
 """The name in a document -> the result or results it needs, and the function that renders them."""
 
 
+_SAVING = "-snapshot -max_in_flight -on_busy -writer -verify -on_error -host_memory_limit -lock"
 ARGUMENTS = {
     "comm-profiler": ("lightning_dist:CommProfiler -html -trace -csv -print_summary",),
-    "elastic-restart": ("lightning_dist:ElasticRestart",),
+    "elastic-restart": (f"lightning_dist:ElasticRestart {_SAVING}",),
     "elastic-loop": (
-        "lightning_dist:ElasticLoop -dirpath -every_n_train_steps -every_n_epochs -max_to_keep "
-        "-batch_policy -seed -weights_only -preemption_check -preemption_poll_interval "
-        "-grace_period -hang_timeout -format -recovery -mirror_residuals",
+        "lightning_dist:ElasticLoop loader state gradient_accumulation_steps device signals",
     ),
     "checkpoint": ("lightning_dist:AsyncCheckpoint",),
     "state-checkpointer": (

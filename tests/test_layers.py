@@ -26,7 +26,7 @@ ROOMS = {
     "reducer": "base codecs exchange kernels ranks settings",
     "measurement": "base codecs ranks reducer settings",
     "sync": "base codecs exchange kernels measurement ranks reducer settings",
-    "checkpoint": "base ranks",
+    "checkpoint": "base ranks settings",
     "elastic": "base checkpoint ranks reducer settings sync",
     "profiling": "base codecs elastic kernels measurement ranks reducer sync",
     "frameworks": "base checkpoint codecs elastic profiling ranks reducer settings sync",

@@ -29,11 +29,11 @@ from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.scan import Orders
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.restricted import require_loadable
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
 from lightning_dist.checkpoint.snapshot.plan import Striped, plan, shape_of
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.ranks.agreement import Ranks
+from lightning_dist.settings.saving import CheckpointSettings
 
 
 class Checkpointer:
@@ -43,7 +43,7 @@ class Checkpointer:
     events, each once.
 
     Args:
-        settings: see :class:`~lightning_dist.checkpoint.settings.CheckpointSettings`.
+        settings: see :class:`~lightning_dist.settings.saving.CheckpointSettings`.
         group: a group on CPU of the ranks that write one checkpoint together; None: this rank
             writes alone.
         ranks: world size of the job, for the record.

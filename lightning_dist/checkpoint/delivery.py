@@ -25,9 +25,9 @@ from lightning_dist.checkpoint.disk.jobs import (
 )
 from lightning_dist.checkpoint.disk.writing import content_nbytes
 from lightning_dist.checkpoint.removals import Removals
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
 from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, WriterThread
+from lightning_dist.settings.saving import CheckpointSettings
 
 FileOperation = Link | Remove | Keep
 

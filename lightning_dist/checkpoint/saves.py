@@ -18,8 +18,8 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.ranks.agreement import Facts, Ranks
+from lightning_dist.settings.saving import CheckpointSettings
 
 _PATIENCE_WITH_LEADER = 60.0
 """Seconds for the leader before this one to end: one that is cut off learns late that it is out."""

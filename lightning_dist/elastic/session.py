@@ -17,9 +17,9 @@ from lightning_dist.elastic.process.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.change import Change
 from lightning_dist.elastic.retention import Retention
-from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.ranks.membership import Membership
+from lightning_dist.settings.run import RunSettings
 
 _TO_EXIT = 10.0
 """Seconds for a process whose grace period is over."""
@@ -116,7 +116,7 @@ class Session:
             members: those that have met already.
         """
         self.lifecycle.open()
-        self._members = members or Membership(sharded=self.settings.sharded)
+        self._members = members or Membership(sharded=self.settings.saving.sharded)
 
     def open(self, placement: Placement) -> str | None:
         """Own the folder; the newest complete checkpoint in it. Collective.

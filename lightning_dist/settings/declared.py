@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from inspect import Parameter
 from typing import Any
 
 
@@ -97,10 +98,15 @@ class Setting:
         return optional(self.rule, "the method's default") if self.by_method else self.rule
 
 
+REQUIRED = Parameter.empty
+"""Default of a setting that has none."""
+
+
 def setting(default: Any, rule: Rule | None, meaning: str, **others: Any) -> Any:
     """Field of a dataclass that declares a setting; ``others`` as of :class:`Setting`."""
     declared = Setting(default, rule, meaning, **others)
-    return field(default=default, metadata={"setting": declared}, kw_only=not declared.positional)
+    value = MISSING if default is REQUIRED else default
+    return field(default=value, metadata={"setting": declared}, kw_only=not declared.positional)
 
 
 def settings_of(family: type[Any]) -> Mapping[str, Setting]:
@@ -116,3 +122,11 @@ def settings_of(family: type[Any]) -> Mapping[str, Setting]:
         if declared is not None and (not declared.under or family.kind in declared.under):
             found[each.name] = replace(declared, name=each.name)
     return found
+
+
+def check_values(settings: Any) -> None:
+    """Raise ValueError where a setting of an object of a family has a value against its rule."""
+    for name, declared in settings_of(type(settings)).items():
+        value, rule = getattr(settings, name), declared.rule
+        if rule is not None and not declared.objects and not rule.fits(value):
+            raise ValueError(f"{name} must be {rule.takes}, got {value!r}")

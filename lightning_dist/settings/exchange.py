@@ -12,6 +12,7 @@ from lightning_dist._version import __version__
 from lightning_dist.ranks.levels import Nodes, is_nodes, nodes_of
 from lightning_dist.settings.declared import (
     Rule,
+    check_values,
     choice,
     count,
     number,
@@ -185,15 +186,9 @@ class ExchangeSettings:
     """The codec inside a node, of a hierarchical exchange."""
 
     def __post_init__(self) -> None:
-        self._check_values()
+        check_values(self)
         self._check_together()
         self._resolve_codec()
-
-    def _check_values(self) -> None:
-        for name, declared in settings_of(type(self)).items():
-            value, rule = getattr(self, name), declared.rule
-            if rule is not None and not declared.objects and not rule.fits(value):
-                raise ValueError(f"{name} must be {rule.takes}, got {value!r}")
 
     def _check_together(self) -> None:
         if self.ranks_per_node is not None and self.rank_groups is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,31 +17,31 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dist.codecs import CODECS, Codec
 from lightning_dist.settings.declared import Setting, settings_of
-from lightning_dist.settings.local_updates import Method, Weight
-from lightning_dist.settings.options import OPTIONS, no_effect, unknown
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.options import OPTIONS, require_only, unknown
 
 F = TypeVar("F", bound=Callable[..., None])
 R = TypeVar("R")
-_SETTINGS = "settings"
+Refusal: TypeAlias = Callable[[Mapping[str, Any], Callable[..., Any]], None]
 _TYPES = {
-    **{"Any": Any, "Literal": Literal, "Mapping": Mapping, "Sequence": Sequence, "Codec": Codec},
-    **{"Method": Method, "Weight": Weight},
+    "Codec": Codec,
     "OuterOptimizer": Callable[[Sequence[Tensor]], Optimizer],
     "OuterSchedule": Callable[[Optimizer], LRScheduler],
 }
-"""Names in the types of settings, which are declared where torch is not imported."""
+"""Names in the types of settings whose modules are not imported where they are declared."""
 
 
 def takes(
     family: type[Any],
+    name: str = "settings",
     *,
-    wrapper: Callable[..., Any] | None = None,
     make: Callable[..., Any] | None = None,
+    refuse: Refusal | None = None,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorator: arguments of a function are the settings of a family, which it gets as one object.
 
-    The function has a parameter ``settings``, with a line under "Args" of its docstring. What users
-    see and give in its place, signature and documentation, is from the family; so are checks and
+    The function has a parameter ``name``, with a line under "Args" of its docstring. What users see
+    and give in its place, signature and documentation, is from the family; so are checks and
     defaults. An object of the family is taken as it is. ::
 
         @takes(ExchangeSettings)
@@ -50,106 +51,127 @@ def takes(
 
     Args:
         family: a dataclass whose fields are made by :func:`~.declared.setting`.
-        wrapper: has wrapped the model before, and takes some that are given here by mistake.
         make: makes what the function gets, of the settings that were given; None: the family.
+        refuse: raises for arguments that the function does not have, where it knows more of them.
     """
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         own, offered = signature(function), settings_of(family)
-        place = [*own.parameters].index(_SETTINGS)
-        lead = [*own.parameters][:place]
-        shown = _shown(own, family, offered)
+        place = [*own.parameters].index(name)
+        shown = _shown(own, family, offered, name)
         is_open = any(each.kind is Parameter.VAR_KEYWORD for each in own.parameters.values())
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
             of = type(args[0]) if function.__name__ == "__init__" else function
             if len(args) > place and isinstance(args[place], family):
-                if twice := [name for name in offered if name in kwargs]:
-                    raise ValueError(
-                        f"{of.__name__} has got its settings as one object, and {', '.join(twice)} "
-                        "beside it; write dataclasses.replace(settings, ...)"
-                    )
+                _require_once(offered.keys() & kwargs.keys(), of=of)
                 return function(*args, **kwargs)
-            for name in [name for name in kwargs if name in OPTIONS and name not in offered]:
-                if (value := kwargs.pop(name)) != OPTIONS[name].outside_default:
-                    raise ValueError(no_effect(name, value, family))
+            if issubclass(family, ExchangeSettings):  # defaults of other families are left out
+                options = {each: kwargs.pop(each) for each in [*kwargs] if each in OPTIONS}
+                kwargs |= require_only(options, family)
             if not is_open:
-                given = args[place] if len(args) > place else kwargs.get("codec", "int8")
-                others = {name: kwargs[name] for name in kwargs if name not in shown.parameters}
-                _refuse(others, given, shown, of=of, wrapper=wrapper)
+                others = {each: kwargs[each] for each in kwargs if each not in shown.parameters}
+                codec = args[place] if len(args) > place else kwargs.get("codec", "int8")
+                refuse_codec_options(others, codec, of=of)
+                if refuse is not None:
+                    refuse(others, of)
+                for each in others:
+                    raise ValueError(unknown(each, tuple(shown.parameters)[1:], where=of.__name__))
             bound = shown.bind(*args, **kwargs).arguments
-            chosen = {name: bound.pop(name) for name in offered if name in bound}
-            leading = [bound.pop(name) for name in lead if name in bound]
-            for name, parameter in own.parameters.items():
-                if parameter.kind is Parameter.VAR_KEYWORD:
-                    bound.update(bound.pop(name, {}))
-            return function(*leading, (make or family)(**chosen), **bound)
+            chosen = {each: bound.pop(each) for each in offered if each in bound}
+            before, after = _parted(own, bound, name)
+            return function(*before, **{name: (make or family)(**chosen)}, **after)
 
         call.__signature__ = shown  # type: ignore[attr-defined]
         call.settings = family  # type: ignore[attr-defined]
-        call.__doc__ = _documented(function.__doc__ or "", offered)
+        call.__doc__ = _documented(function.__doc__ or "", name, offered)
         return call
 
     return decorate
 
 
-def _shown(own: Signature, family: type[Any], offered: Mapping[str, Setting]) -> Signature:
+def _require_once(names: Collection[str], *, of: Callable[..., Any]) -> None:
+    if names:
+        raise ValueError(
+            f"{of.__name__} has got its settings as one object, and {', '.join(sorted(names))} "
+            "beside it; write dataclasses.replace(settings, ...)"
+        )
+
+
+def _parted(
+    own: Signature, bound: Mapping[str, Any], name: str
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments before the parameter ``name``, and those after it, which are given by name."""
+    before, after = list[Any](), dict[str, Any]()
+    names = [*own.parameters]
+    for index, (each, parameter) in enumerate(own.parameters.items()):
+        if each not in bound:
+            continue
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            after.update(bound[each])
+        elif parameter.kind is Parameter.VAR_POSITIONAL:
+            before += bound[each]
+        elif index < names.index(name):
+            before.append(bound[each])
+        else:
+            after[each] = bound[each]
+    return before, after
+
+
+def _shown(
+    own: Signature, family: type[Any], offered: Mapping[str, Setting], name: str
+) -> Signature:
     """Signature with settings in the place of the one object; with types, not their texts."""
+    names: dict[str, Any] = {}
+    for base in reversed(family.__mro__):
+        names |= vars(sys.modules[base.__module__])
+    names |= _TYPES
     hints = {each.name: str(each.type) for each in fields(family)}
-    positional, named = list[Parameter](), list[Parameter]()
-    for name, declared in offered.items():
-        kind = eval(declared.accepts or hints[name], _TYPES)
+    parameters = [each for each in own.parameters.values() if each.name != name]
+    for each, declared in offered.items():
         how = Parameter.POSITIONAL_OR_KEYWORD if declared.positional else Parameter.KEYWORD_ONLY
-        made = Parameter(name, how, default=declared.default, annotation=kind)
-        (positional if declared.positional else named).append(made)
-    before, after = list[Parameter](), list[Parameter]()
-    for each in own.parameters.values():
-        if each.name != _SETTINGS:
-            is_named = each.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-            (after if is_named else before).append(each)
-    ours = [each for each in after if each.kind is Parameter.KEYWORD_ONLY]
-    rest = [each for each in after if each.kind is Parameter.VAR_KEYWORD]
-    return own.replace(parameters=[*before, *positional, *named, *ours, *rest])
+        kind = eval(declared.accepts or hints[each], names)
+        parameters.append(Parameter(each, how, default=declared.default, annotation=kind))
+
+    def order(each: Parameter) -> tuple[int, bool]:  # settings after a model, before a grad_scaler
+        is_positional = each.kind is Parameter.POSITIONAL_OR_KEYWORD
+        return each.kind, (each.name in offered) is is_positional
+
+    return own.replace(parameters=sorted(parameters, key=order))
 
 
-def _documented(text: str, offered: Mapping[str, Setting]) -> str:
+def _documented(text: str, name: str, offered: Mapping[str, Setting]) -> str:
     """A docstring with a line for each setting in the place of the one object's."""
-    found = re.search(rf"^( *){_SETTINGS}: .*\n(?:\1 +\S.*\n)*", text, re.MULTILINE)
+    found = re.search(rf"^( *){name}: .*\n(?:\1 +\S.*\n)*", text, re.MULTILINE)
     if found is None:  # python -OO
         return text
     indent = found[1]
     lines = (
         textwrap.fill(
-            f"{name}: {declared.meaning}",
+            f"{each}: {declared.meaning}",
             width=96,
             initial_indent=indent,
             subsequent_indent=f"{indent}    ",
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for name, declared in offered.items()
+        for each, declared in offered.items()
     )
     return text.replace(found[0], "\n".join(lines) + "\n")
 
 
-def _refuse(
-    arguments: Mapping[str, Any],
-    codec: object,
-    shown: Signature,
-    *,
-    of: Callable[..., Any],
-    wrapper: Callable[..., Any] | None,
-) -> None:
-    """Raise ValueError for arguments that a function does not have, with what was meant."""
-    refuse_codec_options(arguments, codec, of=of)
-    for name in arguments:
-        if wrapper is not None and name in signature(wrapper).parameters:
+def arguments_of(wrapper: Callable[..., Any]) -> Refusal:
+    """Refusal of arguments that are given by mistake: of what has wrapped the model before."""
+
+    def refuse(arguments: Mapping[str, Any], of: Callable[..., Any]) -> None:
+        for name in arguments.keys() & signature(wrapper).parameters.keys():
             raise ValueError(
                 f"Unknown setting {name!r} in {of.__name__}: it is an argument of "
                 f"{wrapper.__name__}, give it there"
             )
-        raise ValueError(unknown(name, tuple(shown.parameters)[1:], where=of.__name__))
+
+    return refuse
 
 
 def shows_arguments_of(base: type) -> Callable[[F], F]:
@@ -187,7 +209,7 @@ def refuse_unknown(
         is_own = getattr(function, "__module__", "").startswith("lightning_dist.")
         for name, parameter in signature(function).parameters.items():
             is_one = parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-            if is_one and name not in {*hidden, _SETTINGS}:
+            if is_one and name not in {*hidden, "settings"}:
                 (own if is_own else theirs)[name] = None
     listed = ", ".join(name for name in own if name not in theirs)
     known = tuple(name for name in own | theirs if name not in ("self", "module"))

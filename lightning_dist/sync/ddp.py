@@ -27,7 +27,7 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings
-from lightning_dist.settings.signatures import takes
+from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.buckets import DDPBuckets
 from lightning_dist.sync.in_force import log_in_force
 from lightning_dist.sync.networks import Groups, network_for
@@ -52,7 +52,7 @@ log = get_logger(__name__)
 _attached: WeakKeyDictionary[nn.Module, ref[Reducer]] = WeakKeyDictionary()
 
 
-@takes(ExchangeSettings, wrapper=DistributedDataParallel)
+@takes(ExchangeSettings, refuse=arguments_of(DistributedDataParallel))
 def compress_ddp(
     model: DistributedDataParallel,
     settings: ExchangeSettings,

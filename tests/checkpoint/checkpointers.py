@@ -12,9 +12,9 @@ import pytest
 from worlds import Rank
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.writers import WriterProcess
+from lightning_dist.settings.saving import CheckpointSettings
 
 LIMIT = 30.0
 

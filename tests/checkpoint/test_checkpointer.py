@@ -25,8 +25,8 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
 from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.writers import WriterThread
+from lightning_dist.settings.saving import CheckpointSettings
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
@@ -210,17 +210,20 @@ def test_a_clock_that_is_set_back_during_a_training(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"snapshot": "lazy"}, "snapshot must be one of 'auto', 'overlap', 'blocking', 'sync'"),
-        ({"on_busy": "drop"}, "on_busy must be one of 'wait', 'skip'; got 'drop'"),
-        ({"writer": None}, "writer must be one of 'auto', 'process', 'thread'; got None"),
-        ({"verify": True}, "verify must be one of 'resume', 'always', 'never'; got True"),
-        ({"on_error": "ignore"}, "on_error must be one of 'raise', 'warn'; got 'ignore'"),
-        ({"lock": "no"}, "lock must be True or False; got 'no'"),
-        ({"max_in_flight": 0}, "max_in_flight must be an integer >= 1; got 0"),
-        ({"max_in_flight": 1.5}, "max_in_flight must be an integer >= 1; got 1.5"),
+        (
+            {"snapshot": "lazy"},
+            "snapshot must be 'auto', 'overlap', 'blocking' or 'sync', got 'lazy'",
+        ),
+        ({"on_busy": "drop"}, "on_busy must be 'wait' or 'skip', got 'drop'"),
+        ({"writer": None}, "writer must be 'auto', 'process' or 'thread', got None"),
+        ({"verify": True}, "verify must be 'resume', 'always' or 'never', got True"),
+        ({"on_error": "ignore"}, "on_error must be 'raise' or 'warn', got 'ignore'"),
+        ({"lock": "no"}, "lock must be True or False, got 'no'"),
+        ({"max_in_flight": 0}, "max_in_flight must be 1 or more saves, got 0"),
+        ({"max_in_flight": 1.5}, "max_in_flight must be 1 or more saves, got 1.5"),
         (
             {"host_memory_limit": 0},
-            "host_memory_limit must be a number of bytes >= 1, or None; got 0",
+            "host_memory_limit must be 1 or more bytes, or None (no limit), got 0",
         ),
         ({"snapshot": "sync", "on_busy": "skip"}, "waits for every save, so on_busy='skip' cannot"),
     ],

@@ -19,10 +19,10 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Saves
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.snapshot.fence import Fence
 from lightning_dist.ranks.agreement import Ranks
+from lightning_dist.settings.saving import CheckpointSettings
 
 
 class Foreign(torch.optim.SGD):
@@ -310,7 +310,7 @@ import sys
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.settings.saving import CheckpointSettings
 from snapshots import trained
 
 folder, writer, closes = sys.argv[1:]

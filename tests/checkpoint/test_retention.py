@@ -20,7 +20,7 @@ from lightning_dist.checkpoint.disk.jobs import Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
 from lightning_dist.checkpoint.disk.verify import Description, verify
 from lightning_dist.checkpoint.removals import Removals
-from lightning_dist.checkpoint.settings import CheckpointSettings
+from lightning_dist.settings.saving import CheckpointSettings
 
 
 @pytest.fixture

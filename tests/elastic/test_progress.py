@@ -18,7 +18,6 @@ from torch.optim import lr_scheduler as schedulers
 
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.writer import Writer
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.data.plan import Layout, Position
 from lightning_dist.elastic.progress import (
@@ -30,6 +29,7 @@ from lightning_dist.elastic.progress import (
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.rng import derive_seed
 from lightning_dist.ranks.membership import Membership
+from lightning_dist.settings.saving import CheckpointSettings
 
 STEPS = 24
 Make = Callable[[torch.optim.Optimizer, float], Any]

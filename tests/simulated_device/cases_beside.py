@@ -16,12 +16,12 @@ from worlds import Rank, run_threads
 from lightning_dist import local_updates
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.measurement.device_clock import StreamClock, clock_of
 from lightning_dist.profiling.capture.ddp_hook import watch_allreduce
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import PendingStep
+from lightning_dist.settings.saving import CheckpointSettings
 from simulated_device.cases_ddp import SMALL_BUCKETS, given, left, place
 from simulated_device.device import install
 from simulated_device.ranks import SimulatedRank, delays, require_same, run_on_devices, to_cpu

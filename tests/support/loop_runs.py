@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import ElasticLoop, compress_ddp, init_process_group
-from lightning_dist.checkpoint.settings import CheckpointSettings
 
 WIDTH = 4
 Strike = Callable[[str, int], None]
@@ -100,8 +99,7 @@ def train(
     torch.manual_seed(2), random.seed(2), np.random.seed(2)
     ids: list[int] = []
     settings = {"every_n_train_steps": 2, "seed": 5, **(elastic or {})}
-    if saving is not None:
-        settings["checkpoint"] = CheckpointSettings(**{"snapshot": "blocking", **saving})
+    settings |= saving or {}
     with ElasticLoop(
         folder / "ckpt",
         loader=_loader(data) if data else numbered(size, noisy=noisy, **(loader or {})),

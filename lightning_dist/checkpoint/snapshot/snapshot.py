@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.jobs import Save
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy, copy_now
 from lightning_dist.checkpoint.snapshot.fence import Fence
 from lightning_dist.checkpoint.snapshot.plan import Owned, Plan, owned_by
+from lightning_dist.settings.saving import CheckpointSettings
 
 
 class Snapshots:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
-BatchPolicy = Literal["fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"]
+from lightning_dist.settings.run import BatchPolicy
 
 
 @dataclass(frozen=True)

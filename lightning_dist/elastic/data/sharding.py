@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_dist.elastic.data.plan import (
-    BatchPolicy,
     EpochPlan,
     Layout,
     Position,
@@ -28,6 +27,7 @@ from lightning_dist.elastic.data.streams import Shardable, ShardedStream
 from lightning_dist.elastic.private import end_persistent_workers
 from lightning_dist.elastic.progress import ElasticState, require_same_data
 from lightning_dist.elastic.rng import derive_seed
+from lightning_dist.settings.run import BatchPolicy
 
 
 class NotExactError(ValueError):

@@ -30,8 +30,8 @@ from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
 from lightning_dist.elastic.launcher.store_queue import StoreQueue
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.ranks.launch import Launch
+from lightning_dist.settings.run import RecoveryMode, RecoverySettings
 
 ROOT = "lightning_dist/attempts"
 POLL_SECONDS = (0.002, 0.1)
@@ -181,7 +181,7 @@ def init_process_group(
     Raises:
         TimeoutError: ranks did not join in time; rank 0 names them.
     """
-    require_recovery(recovery)
+    RecoverySettings(recovery=recovery)  # checks it
     if recovery == "in_process" and RecoveryEnvironment.from_env() is not None:
         init_alone(timeout=timeout)
         return

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.data.plan import BatchPolicy, MicroBatch
+from lightning_dist.elastic.data.plan import MicroBatch
 from lightning_dist.elastic.journal import Summary
 from lightning_dist.elastic.loop.placement import LoopPlacement
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.session import Session
-from lightning_dist.elastic.settings import RecoveryMode, RunSettings, require_mirror
+from lightning_dist.settings.run import RecoverySettings, RunSettings
+from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.signatures import takes
 
 
 class ElasticLoop:
@@ -38,95 +39,54 @@ class ElasticLoop:
 
     Every rank creates one. Entering it is collective and loads the checkpoint; leave it only at the
     end or by an exception. Gradients are exchanged in the last micro-batch of a step: no
-    ``no_sync`` is needed.
-
-    Args:
-        dirpath: folder of the checkpoints, one per run: a path or an fsspec URL that all ranks see.
-        loader: as for one process: not from ``accelerator.prepare``, nor ``setup_dataloaders``.
-        state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),
-            optimizers, schedulers, a GradScaler, anything with a ``state_dict``. Residuals of
-            compressed models go with them.
-        every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
-            only.
-        every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
-            ``every_n_train_steps`` is given.
-        max_to_keep: number of newest checkpoints to keep over all restarts.
-        batch_policy: what is kept when the number of ranks changes, as in ``ElasticRestart``.
-        gradient_accumulation_steps: micro-batches per optimizer step of the first start; leave
-            that of an ``Accelerator`` at 1.
-        device: device that batches are moved to. None: they are not moved.
-        seed: seed of the sample order; None: a random one, kept for the run.
-        signals: signals after which all ranks write a checkpoint and exit.
-        weights_only: as in ``ElasticRestart``.
-        preemption_check: called on a thread of local rank 0; returns whether the machine will be
-            preempted.
-        preemption_poll_interval: seconds between two such calls.
-        grace_period: seconds from a signal to the end of the process.
-        hang_timeout: seconds without a batch after which the process ends itself (exit code 76).
-            Time between epochs counts; call :meth:`heartbeat` there if it takes longer. None:
-            never.
-        format: ``"single"``: one file, written by rank 0. ``"sharded"``: a folder to which every
-            rank writes an equal part; not with ``recovery="in_process"`` or local steps.
-        checkpoint: how checkpoints are written, ``CheckpointSettings(...)``. None: copied at once,
-            written in the background.
-        recovery: if a rank is lost, ``"in_process"``: the others repeat the interrupted step
-            without it, in the same processes; needs ``lightning-dist launch``,
-            ``init_process_group(recovery="in_process")``, and one model in DDP on the CPU with
-            ``compress_ddp``. ``"restart"``: all ranks are restarted.
-        mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each rank
-            on the next one, which takes them over if the rank is lost. True: copied after every
-            step; a number: steps between two copies. A copy takes 4 bytes per compressed element,
-            in memory and on the link, and training waits for it.
-
-    Raises:
-        ValueError: a setting that is out of range or cannot take effect.
+    ``no_sync`` is needed. Time between epochs counts for
+    ``hang_timeout``; call :meth:`heartbeat` there if it takes longer.
     """
 
+    @takes(RunSettings)
+    @takes(CheckpointSettings, "saving")
+    @takes(RecoverySettings, "recovering")
     def __init__(
         self,
-        dirpath: str | os.PathLike[str],
+        settings: RunSettings,
+        saving: CheckpointSettings,
+        recovering: RecoverySettings,
         *,
         loader: Any,
         state: Mapping[str, Any],
-        every_n_train_steps: int | None = None,
-        every_n_epochs: int | None = None,
-        max_to_keep: int = 2,
-        batch_policy: BatchPolicy = "fixed_global_batch",
         gradient_accumulation_steps: int = 1,
         device: Any = None,
-        seed: int | None = None,
-        weights_only: bool = True,
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
-        preemption_check: Callable[[], bool] | None = None,
-        preemption_poll_interval: float = 5.0,
-        grace_period: float = 25.0,
-        hang_timeout: float | None = 600.0,
-        format: Literal["single", "sharded"] = "single",
-        checkpoint: CheckpointSettings | None = None,
-        recovery: RecoveryMode = "restart",
-        mirror_residuals: bool | int = False,
     ) -> None:
-        mirror_every = require_mirror(mirror_residuals, recovery=recovery)
+        """Check the arguments.
+
+        Args:
+            settings: each an argument of the loop.
+            saving: each an argument of the loop; ``snapshot="auto"`` is ``"blocking"``.
+            recovering: each an argument of the loop; ``"in_process"`` needs
+                ``init_process_group(recovery="in_process")``, and one model in DDP on the CPU with
+                ``compress_ddp``, in one file.
+            loader: as for one process: not from ``accelerator.prepare``, nor
+                ``setup_dataloaders``.
+            state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),
+                optimizers, schedulers, a GradScaler, anything with a ``state_dict``. Residuals of
+                compressed models go with them.
+            gradient_accumulation_steps: micro-batches per optimizer step of the first start; leave
+                that of an ``Accelerator`` at 1.
+            device: device that batches are moved to. None: they are not moved.
+            signals: signals after which all ranks write a checkpoint and exit.
+
+        Raises:
+            ValueError: a setting that is out of range or cannot take effect.
+        """
         if gradient_accumulation_steps < 1:
             raise ValueError(
                 f"gradient_accumulation_steps must be positive; got {gradient_accumulation_steps}"
             )
-        self._settings = RunSettings(
-            dirpath,
-            every_n_train_steps=every_n_train_steps,
-            every_n_epochs=every_n_epochs,
-            max_to_keep=max_to_keep,
-            batch_policy=batch_policy,
-            seed=seed,
-            weights_only=weights_only,
-            preemption_check=preemption_check,
-            preemption_poll_interval=preemption_poll_interval,
-            grace_period=grace_period,
-            hang_timeout=hang_timeout,
-            saving=checkpoint or CheckpointSettings(snapshot="blocking"),
-            format=format,
-        )
-        if recovery == "in_process":
+        if saving.snapshot == "auto":
+            saving = replace(saving, snapshot="blocking")
+        self._settings = replace(settings, saving=saving)
+        if recovering.recovery == "in_process":
             self._settings.require_recoverable()
         self._loader, self._given = loader, state
         self._move = None if device is None else _mover(device)
@@ -134,8 +94,7 @@ class ElasticLoop:
             Session(self._settings),
             accumulate=gradient_accumulation_steps,
             signals=signals,
-            recovery=recovery,
-            mirror_every=mirror_every,
+            recovering=recovering,
         )
         self._in_epoch = False
         self._this: MicroBatch | None = None

@@ -25,9 +25,9 @@ from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.recovery.placement import RecoverablePlacement
 from lightning_dist.elastic.recovery.step import StepRecovery
 from lightning_dist.elastic.session import Session
-from lightning_dist.elastic.settings import RecoveryMode, require_recovery
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.ranks.membership import Membership
+from lightning_dist.settings.run import RecoveryMode, RecoverySettings
 from lightning_dist.sync.local.state import NOT_SHARDED
 
 log = get_logger(__name__)
@@ -44,8 +44,7 @@ class LoopPlacement(RecoverablePlacement):
         session: of the loop.
         accumulate: micro-batches per optimizer step of the first start.
         signals: signals after which all ranks write a checkpoint and exit.
-        recovery: what the ranks that are left do when one is lost.
-        mirror_every: as of StepRecovery.
+        recovering: what the ranks that are left do when one is lost.
     """
 
     stopped = Stopped
@@ -59,12 +58,10 @@ class LoopPlacement(RecoverablePlacement):
         *,
         accumulate: int,
         signals: Sequence[signal.Signals],
-        recovery: RecoveryMode = "restart",
-        mirror_every: int | None = None,
+        recovering: RecoverySettings,
     ) -> None:
-        require_recovery(recovery)
-        self._mirror_every = mirror_every
-        self._mode: RecoveryMode = recovery
+        self._mirror_every = recovering.mirror_every
+        self._mode: RecoveryMode = recovering.recovery
         self.is_current = True
         """Whether the loader's batches are those of the present members."""
         self.session, self._settings = session, session.settings
@@ -128,7 +125,7 @@ class LoopPlacement(RecoverablePlacement):
         session, settings = self.session, self._settings
         restricted = settings.weights_only
         self.objects = Objects(given, world_size=session.members.world_size)
-        if settings.sharded and self.objects.updates:
+        if settings.saving.sharded and self.objects.updates:
             raise ValueError(NOT_SHARDED)
         if restricted:
             self.objects.require_loadable()
@@ -247,7 +244,7 @@ class LoopPlacement(RecoverablePlacement):
     def write(self, path: str) -> None:
         checkpointer = self.session.retention.checkpointer
         place = self.session.describe(rng=self.generators.capture())
-        leader, sharded = self.session.members.ranks.leader, self._settings.sharded
+        leader, sharded = self.session.members.ranks.leader, self._settings.saving.sharded
         striped: list[Striped] = []
         objects = self.objects.state_dict(leader=leader, striped=striped if sharded else None)
 

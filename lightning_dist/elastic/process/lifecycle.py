@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from lightning_dist.elastic.history import RunHistory
 from lightning_dist.elastic.process.preemption import PREEMPTED, PreemptionListener
 from lightning_dist.elastic.process.watchdog import Watchdog
-from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.ranks.launch import Launch
+from lightning_dist.settings.run import RunSettings
 
 EXIT_UNSAVED = 74
 """Exit code (EX_IOERR) of a rank that stopped at a step whose checkpoint could not be written."""

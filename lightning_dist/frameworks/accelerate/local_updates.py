@@ -21,7 +21,7 @@ from lightning_dist.frameworks.accelerate.private import prepared_models, prepar
 from lightning_dist.frameworks.accelerate.roll_call import RollCall
 from lightning_dist.settings import Resolved, from_outside
 from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
-from lightning_dist.settings.signatures import takes
+from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.ddp import reducer_of
 from lightning_dist.sync.local.checks import require_replicas
 from lightning_dist.sync.local.outer_steps import LocalUpdates
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-@takes(LocalUpdateSettings, wrapper=DistributedDataParallel, make=from_outside)
+@takes(LocalUpdateSettings, refuse=arguments_of(DistributedDataParallel), make=from_outside)
 def local_updates(
     accelerator: Accelerator,
     model: nn.Module,

@@ -14,9 +14,9 @@ from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART,
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.elastic.settings import RecoveryMode
 from lightning_dist.frameworks.lightning.launcher import MembersEnvironment
 from lightning_dist.ranks.membership import Membership
+from lightning_dist.settings.run import RecoveryMode
 
 _T = TypeVar("_T")
 

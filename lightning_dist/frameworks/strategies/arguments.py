@@ -8,9 +8,9 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.elastic.recovery.mirror import require_flat
-from lightning_dist.elastic.settings import RecoveryMode, require_mirror, require_recovery
 from lightning_dist.frameworks.strategies.other_package import OfOneFramework
 from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.run import RecoverySettings
 from lightning_dist.settings.signatures import refuse_codec_options, refuse_unknown, takes
 from lightning_dist.sync.arguments import refuse_ddp_arguments, refuse_pytorch_lightning
 
@@ -25,25 +25,15 @@ class CompressionArguments(OfOneFramework):
     _can_recover = False
 
     @takes(ExchangeSettings)
+    @takes(RecoverySettings, "recovering")
     def __init__(
-        self,
-        settings: ExchangeSettings,
-        *,
-        recovery: RecoveryMode = "restart",
-        mirror_residuals: bool | int = False,
-        **kwargs: Any,
+        self, settings: ExchangeSettings, recovering: RecoverySettings, **kwargs: Any
     ) -> None:
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
             settings: each an argument of the strategy.
-            recovery: ``"in_process"``, for a Trainer with ``ElasticRestart`` under ``lightning-dist
-                launch``: if a rank is lost, the others repeat the interrupted step without it, in
-                the same processes, and its replacement joins between two steps. On CPUs.
-                ``"restart"``: all ranks are restarted.
-            mirror_residuals: with ``recovery="in_process"``, keep a copy of the residuals of each
-                rank on the next one; as of :class:`~lightning_dist.ElasticLoop`. The exchange is
-                then flat.
+            recovering: each an argument of the strategy.
             **kwargs: everything ``DDPStrategy`` takes, and so ``DistributedDataParallel``'s
                 arguments.
 
@@ -54,10 +44,9 @@ class CompressionArguments(OfOneFramework):
         refuse_codec_options(kwargs, settings.codec, of=type(self))
         refuse_unknown(kwargs, of=type(self), handed_to=DistributedDataParallel.__init__)
         refuse_pytorch_lightning(**kwargs)
-        require_recovery(recovery)
-        self.recovery: RecoveryMode = recovery
-        self.mirror_every = require_mirror(mirror_residuals, recovery=recovery)
-        if recovery == "in_process":
+        self.recovery = recovering.recovery
+        self.mirror_every = recovering.mirror_every
+        if recovering.recovery == "in_process":
             if not self._can_recover:
                 raise ValueError(
                     f"{type(self).__name__} cannot continue in the same process after a rank is "

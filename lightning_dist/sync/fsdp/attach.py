@@ -17,7 +17,7 @@ from lightning_dist.exchange.replicate import replicate
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.sharded import ShardedSettings
-from lightning_dist.settings.signatures import takes
+from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.ddp import compile_kernels as compile_at_set_up
 from lightning_dist.sync.ddp import describe_parameters, if_attached_to, remember
 from lightning_dist.sync.fsdp.checks import (
@@ -44,7 +44,7 @@ _attached: WeakValueDictionary[int, ShardedExchange] = WeakValueDictionary()
 """By the id of the model, which must stay copyable, so that nothing may be hung on it."""
 
 
-@takes(ShardedSettings, wrapper=fully_shard)
+@takes(ShardedSettings, refuse=arguments_of(fully_shard))
 def compress_fsdp(
     model: nn.Module,
     settings: ShardedSettings,

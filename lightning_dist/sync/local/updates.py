@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.settings.local_updates import LocalUpdateSettings
-from lightning_dist.settings.signatures import takes
+from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.ddp import describe_parameters
 from lightning_dist.sync.fsdp.checks import reshard
 from lightning_dist.sync.in_force import show
@@ -29,7 +29,7 @@ from lightning_dist.sync.trained import TrainedSet
 _attached: WeakKeyDictionary[nn.Module, ref[LocalUpdates]] = WeakKeyDictionary()
 
 
-@takes(LocalUpdateSettings, wrapper=DistributedDataParallel)
+@takes(LocalUpdateSettings, refuse=arguments_of(DistributedDataParallel))
 def local_updates(
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],

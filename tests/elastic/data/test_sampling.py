@@ -34,7 +34,7 @@ from lightning_dist.elastic.data.plan import (
 )
 from lightning_dist.elastic.data.sampling import Cursor, ElasticBatchSampler, EpochOrder
 from lightning_dist.elastic.data.streams import Shardable, ShardedStream
-from lightning_dist.elastic.settings import RunSettings
+from lightning_dist.settings.run import RunSettings
 
 DATA = range(20)
 
@@ -341,8 +341,8 @@ def test_a_policy_that_there_is_not() -> None:
     for policy in ("fixed_global_batch", "scale_lr", "scale_lr:sqrt", "fixed_micro_batch"):
         assert RunSettings("folder", every_n_epochs=1, batch_policy=policy).batch_policy == policy  # type: ignore[arg-type]
     message = (
-        "batch_policy must be one of 'fixed_global_batch', 'scale_lr', 'scale_lr:sqrt', "
-        "'fixed_micro_batch'; got 'scale'"
+        "batch_policy must be 'fixed_global_batch', 'scale_lr', 'scale_lr:sqrt' or "
+        "'fixed_micro_batch', got 'scale'"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         RunSettings("folder", batch_policy="scale")  # type: ignore[arg-type]

@@ -29,7 +29,6 @@ from torch import nn
 
 from lightning_dist import ElasticLoop
 from lightning_dist.accelerate import AsyncStateCheckpointer
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.elastic.loop.placement import Stopped
 from lightning_dist.frameworks.accelerate.async_state import folders
 
@@ -47,7 +46,7 @@ def loop_in(folder: Path, **changed: Any) -> ElasticLoop:
         ({}, 12),
         ({"gradient_accumulation_steps": 3}, 4),
         ({"every_n_train_steps": None}, 12),
-        ({"checkpoint": CheckpointSettings(snapshot="overlap", writer="thread")}, 12),
+        ({"snapshot": "overlap", "writer": "thread"}, 12),
     ],
     ids=str,
 )
@@ -245,7 +244,7 @@ def test_what_accelerate_does_too_is_refused(given: Any, says: str, tmp_path: Pa
             "needs checkpoints that one rank can write, and with format='sharded' all write",
         ),
         ({"mirror_residuals": True}, "takes effect with recovery='in_process' only"),
-        ({"mirror_residuals": 0, "recovery": "in_process"}, "the steps between two copies; got 0"),
+        ({"mirror_residuals": 0, "recovery": "in_process"}, "the steps between two copies, got 0"),
         ({"mirror_residuals": -3, "recovery": "in_process"}, "True, False or the steps.*got -3"),
     ],
 )
@@ -329,7 +328,7 @@ def test_metrics_reach_trackers(tmp_path: Path) -> None:
         rows.append(dict(loop.metrics()))
         fabric.log_dict(rows[-1], step=loop.steps)
 
-    settings = {"checkpoint": CheckpointSettings(snapshot="sync", writer="thread")}
+    settings = {"snapshot": "sync", "writer": "thread"}
     for faults in ({"strike": failing("in_pass", 7)}, {}):
         with suppress(Fault):
             train(tmp_path / "run", "plain", epochs=1, watch=log, elastic=settings, **faults)
@@ -362,7 +361,7 @@ def test_without_an_account_nothing_is_said_of_restarts() -> None:
         f"memory://account-{os.urandom(4).hex()}",
         loader=make_loader(),
         state={"model": model},
-        checkpoint=CheckpointSettings(writer="thread"),
+        writer="thread",
     ) as loop:
         assert loop.metrics() == {}
         assert loop.run_id

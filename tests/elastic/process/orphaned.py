@@ -52,7 +52,7 @@ def listener(go: int) -> None:
     """Stop when asked to."""
     from lightning_dist.elastic.history import RunHistory
     from lightning_dist.elastic.process.lifecycle import ProcessLifecycle
-    from lightning_dist.elastic.settings import RunSettings
+    from lightning_dist.settings.run import RunSettings
 
     os.environ.update(JOB)
     lifecycle, asked = ProcessLifecycle(RunSettings("nowhere"), RunHistory()), threading.Event()

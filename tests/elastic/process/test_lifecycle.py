@@ -19,7 +19,7 @@ from lightning_dist.elastic.process.lifecycle import (
     ProcessLifecycle,
 )
 from lightning_dist.elastic.process.preemption import PREEMPTED, PreemptionListener
-from lightning_dist.elastic.settings import RunSettings
+from lightning_dist.settings.run import RunSettings
 
 SCRIPT = textwrap.dedent("""
     import os, signal, subprocess, sys

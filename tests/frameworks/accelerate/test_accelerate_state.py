@@ -274,10 +274,10 @@ def test_what_a_killed_process_left_in_memory_is_removed_once_nobody_needs_it(
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        ({"snapshot": "overlap"}, "use 'blocking'"),
+        ({"snapshot": "overlap"}, "accelerate writes its files at once"),
         ({"staging_dir": "/nowhere/at/all"}, "make it"),
         ({"staging_dir": "s3://bucket"}, "local or mounted folder"),
-        ({"on_busy": "never"}, "on_busy must be one of"),
+        ({"on_busy": "never"}, "on_busy must be 'wait'"),
     ],
 )
 def test_settings_that_cannot_take_effect(arguments: dict[str, Any], remedy: str) -> None:

@@ -158,7 +158,7 @@ def test_local_steps_of_a_sharded_model(tmp_path: Path) -> None:
     theirs = {"data_parallel_size": "auto", "save_distributed_checkpoint": False}
     given = {**ours, **theirs, "replicate_size": 2}
     strategy = strategy_from(tmp_path, LocalUpdateModelParallelStrategy, **given)
-    assert strategy._schedule.fragments == 4
+    assert strategy._settings.fragments == 4
     assert strategy._settings.exchange_timeout == 30
     assert strategy._sizes == (2, "auto", 1)
     assert not strategy._save_distributed_checkpoint
@@ -173,16 +173,17 @@ def test_a_checkpoint_with_arguments_of_ours_and_of_lightning(tmp_path: Path) ->
     settings = {
         **{"snapshot": "blocking", "max_in_flight": 2, "on_busy": "skip", "writer": "thread"},
         **{"verify": "always", "on_error": "warn", "host_memory_limit": 1_000_000, "lock": False},
+        "format": "sharded",
     }
     of_lightning = {"dirpath": f"{tmp_path}/here", "monitor": "score", "mode": "max"}
     of_lightning |= {"save_top_k": 2, "save_last": "link"}
-    given = {"format": "sharded", "train_time_interval": "0:30:00", **settings, **of_lightning}
+    given = {"train_time_interval": "0:30:00", **settings, **of_lightning}
     callbacks = [of_class("lightning_dist.AsyncCheckpoint", **given)]
     callback = trainer_from(tmp_path, callbacks=callbacks).checkpoint_callback
     assert type(callback) is AsyncCheckpoint
     assert vars(callback.settings) == settings
     assert callback._train_time_interval == timedelta(minutes=30)
-    assert {"format": "sharded", **of_lightning}.items() <= vars(callback).items()
+    assert of_lightning.items() <= vars(callback).items()
 
 
 def test_the_signature_of_a_checkpoint_has_the_arguments_of_lightning() -> None:

@@ -178,7 +178,7 @@ def test_strategies_by_name() -> None:
     ):
         strategy: Any = trainer(f"compressed_model_parallel_{name}").strategy
         assert strategy.comm_stats() == {}
-        assert strategy._schedule.method == method
+        assert strategy._settings.method == method
 
 
 @pytest.mark.exhaustive

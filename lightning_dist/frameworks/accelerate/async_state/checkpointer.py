@@ -6,7 +6,7 @@ import os
 import time
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.checkpointer import Checkpointer
@@ -14,11 +14,12 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.saves import Failure, Saves
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.frameworks.accelerate.accelerator import Accelerator
 from lightning_dist.frameworks.accelerate.async_state import files, folders
 from lightning_dist.frameworks.accelerate.async_state.scratch import Scratch, sweep
 from lightning_dist.ranks.agreement import Ranks, destroy, new_group_of_all
+from lightning_dist.settings.saving import FilesSettings
+from lightning_dist.settings.signatures import takes
 
 if TYPE_CHECKING:
     import accelerate
@@ -37,53 +38,34 @@ class AsyncStateCheckpointer:
     Beyond accelerate's files it keeps, for every rank, the state of objects registered with
     ``register_for_checkpointing``, and the residuals of models given to
     :func:`lightning_dist.compress_ddp`.
-
-    Args:
-        accelerator: of one process, or of DDP.
-        snapshot: ``"blocking"`` (also ``"auto"``): ``save_state`` returns when the files are in
-            memory. ``"sync"``: when they are durable. ``"overlap"`` is refused.
-        max_in_flight: saves that may be under way; each has its files in memory. This and the next
-            five are as for :class:`~lightning_dist.AsyncCheckpoint`.
-        on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
-        writer: ``"process"`` or ``"thread"``; ``"auto"``: process.
-        verify: ``"resume"``: checksums of what is loaded. ``"always"``: also of every checkpoint
-            written. ``"never"``.
-        on_error: when a checkpoint could not be written, ``"raise"``, or ``"warn"``.
-        lock: lock the folder, so that no other trainer writes to it.
-        staging_dir: where accelerate's files wait for the writer. None: ``/dev/shm`` if they fit
-            in, else ``tempfile.gettempdir()``.
-        weights_only: loading runs no code of the files, also where Accelerate unpickles registered
-            objects; a first save that could not be loaded so is refused. False: anything is saved
-            and loaded; only for folders whose writers you trust.
-
-    Raises:
-        ValueError: a setting that cannot take effect, or an Accelerator that writes its checkpoints
-            collectively (FSDP, DeepSpeed, Megatron-LM, tensor parallelism).
     """
 
+    @takes(FilesSettings)
     def __init__(
         self,
         accelerator: accelerate.Accelerator,
+        settings: FilesSettings,
         *,
-        snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto",
-        max_in_flight: int = 1,
-        on_busy: Literal["wait", "skip"] = "wait",
-        writer: Literal["auto", "process", "thread"] = "auto",
-        verify: Literal["resume", "always", "never"] = "resume",
-        on_error: Literal["raise", "warn"] = "raise",
-        lock: bool = True,
         staging_dir: str | os.PathLike[str] | None = None,
         weights_only: bool = True,
     ) -> None:
-        if snapshot == "overlap":
-            raise ValueError(
-                "snapshot='overlap' cannot take effect: accelerate writes its files at once; use "
-                "'blocking'"
-            )
+        """Check the arguments. Collective.
+
+        Args:
+            accelerator: of one process, or of DDP.
+            settings: each an argument of the checkpointer.
+            staging_dir: where accelerate's files wait for the writer. None: ``/dev/shm`` if they
+                fit in, else ``tempfile.gettempdir()``.
+            weights_only: loading runs no code of the files, also where Accelerate unpickles
+                registered objects; a first save that could not be loaded so is refused. False:
+                anything is saved and loaded; only for folders whose writers you trust.
+
+        Raises:
+            ValueError: a setting that cannot take effect, or an Accelerator that writes its
+                checkpoints collectively (FSDP, DeepSpeed, Megatron-LM, tensor parallelism).
+        """
         folders.require_separable(accelerator)
-        self._settings = CheckpointSettings(
-            snapshot, max_in_flight, on_busy, writer, verify, on_error, lock=lock
-        )
+        self._settings = settings
         self._staging_dir = folders.staging(staging_dir)
         self._weights_only = self._to_prove = weights_only
         self._accelerator = accelerator

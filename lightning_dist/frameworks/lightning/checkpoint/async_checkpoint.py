@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint.file_names import (
     CheckpointNames,
@@ -31,7 +30,8 @@ from lightning_dist.frameworks.lightning.checkpoint.supported import (
     require_supported,
     weights_may_change,
 )
-from lightning_dist.settings.signatures import refuse_unknown, shows_arguments_of
+from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.signatures import refuse_unknown, shows_arguments_of, takes
 from lightning_dist.sync.arguments import (
     refuse_pytorch_lightning,
 )
@@ -48,58 +48,27 @@ class AsyncCheckpoint(CheckpointNames):
     it replaces is removed and loggers are called after that; ``save_last=True`` links the file of
     the same step instead of writing it again; ``ckpt_path="last"`` finds the newest complete
     checkpoint of the folder, verified, whatever its name.
-
-    Args:
-        *args: as of ``ModelCheckpoint``.
-        snapshot: ``"overlap"`` (also ``"auto"``): parameters and optimizer state are copied during
-            the next forward and backward pass, all else at once. ``"blocking"``: everything is
-            copied at once. ``"sync"``: training waits for the disk too.
-        max_in_flight: saves that may be under way; each has a copy of the state in host memory.
-        on_busy: at that limit, ``"wait"``, or ``"skip"`` the save with a warning.
-        writer: ``"process"``, which finishes its work when the trainer is killed; ``"thread"``;
-            ``"auto"``: process, unless the files are in memory of this process.
-        format: ``"single"``: one file for ``torch.load`` and plain Lightning, written by rank 0.
-            ``"sharded"``: a folder that any number of ranks loads; every rank writes an equal part
-            of parameters and optimizer state, its own residuals, and with local steps its worker.
-        verify: ``"resume"``: verify the checkpoint to resume from. ``"always"``: also every
-            checkpoint written, before the one that it replaces is removed. ``"never"``.
-        on_error: when a checkpoint could not be written, ``"raise"`` within one step, or
-            ``"warn"`` and keep the earlier ones.
-        host_memory_limit: bytes that copies may take on a rank. None: no limit.
-        lock: lock the folder, so that no other trainer writes to it. ``False``: for file systems
-            without locks; make sure that there is one trainer.
-        **kwargs: as of ``ModelCheckpoint``.
-
-    Raises:
-        ValueError: a setting that is out of range or cannot take effect.
     """
 
     @shows_arguments_of(ModelCheckpoint)
-    def __init__(
-        self,
-        *args: Any,
-        snapshot: Literal["auto", "overlap", "blocking", "sync"] = "auto",
-        max_in_flight: int = 1,
-        on_busy: Literal["wait", "skip"] = "wait",
-        writer: Literal["auto", "process", "thread"] = "auto",
-        format: Literal["single", "sharded"] = "single",
-        verify: Literal["resume", "always", "never"] = "resume",
-        on_error: Literal["raise", "warn"] = "raise",
-        host_memory_limit: int | None = None,
-        lock: bool = True,
-        **kwargs: Any,
-    ) -> None:
+    @takes(CheckpointSettings, "saving")
+    def __init__(self, *args: Any, saving: CheckpointSettings, **kwargs: Any) -> None:
+        """Check the arguments.
+
+        Args:
+            *args: as of ``ModelCheckpoint``.
+            saving: each an argument of the callback.
+            **kwargs: as of ``ModelCheckpoint``.
+
+        Raises:
+            ValueError: a setting that is out of range or cannot take effect.
+        """
         refuse_unknown(kwargs, of=type(self))
         super().__init__(*args, **kwargs)
-        if format not in ("single", "sharded"):
-            raise ValueError(f"format must be one of 'single', 'sharded'; got {format!r}")
-        self.settings = CheckpointSettings(
-            snapshot, max_in_flight, on_busy, writer, verify, on_error, host_memory_limit, lock
-        )
-        self.format = format
+        self.settings = saving
         self._metrics = Metrics()
         self._last_committed: Committed | None = None
-        self._last = LastCheckpoint(check=verify != "never", lock=lock)
+        self._last = LastCheckpoint(check=saving.verify != "never", lock=saving.lock)
         self._patience = _PATIENCE
 
     @property
@@ -129,7 +98,7 @@ class AsyncCheckpoint(CheckpointNames):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         refuse_pytorch_lightning(trainer=trainer)
-        require_supported(trainer.strategy, sharded=self.format == "sharded")
+        require_supported(trainer.strategy, sharded=self.settings.sharded)
         require_effective(self.settings, trainer)
         self._require_alike(trainer)
         super().setup(trainer, pl_module, stage)
@@ -139,7 +108,7 @@ class AsyncCheckpoint(CheckpointNames):
             io.searches.append(self._last)
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             session = CheckpointSession(
-                self.settings, callback=self, trainer=trainer, sharded=self.format == "sharded"
+                self.settings, callback=self, trainer=trainer, sharded=self.settings.sharded
             )
             if not getattr(trainer.strategy, "joins", False):
                 session.open(checkpoint_folder(self, trainer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -14,10 +14,11 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.saves import Saves
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.private import restricted
 from lightning_dist.ranks.agreement import Ranks
+from lightning_dist.settings.saving import CheckpointIOSettings
+from lightning_dist.settings.signatures import takes
 
 
 class AsyncTorchCheckpointIO(TorchCheckpointIO):
@@ -27,34 +28,19 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
     checkpoint is removed only when a later one is durable. An error in the background is raised
     once, by the next save or at the end. :class:`~lightning_dist.AsyncCheckpoint` does all that and
     copies while training goes on.
-
-    Args:
-        snapshot: ``"blocking"``: everything is copied at once, and written in the background;
-            ``"sync"``: a save returns when it is written. The other arguments are those of
-            AsyncCheckpoint.
-
-    Raises:
-        ValueError: a setting that is out of range.
     """
 
-    def __init__(
-        self,
-        snapshot: Literal["blocking", "sync"] = "blocking",
-        max_in_flight: int = 1,
-        writer: Literal["auto", "process", "thread"] = "auto",
-        verify: Literal["resume", "always", "never"] = "resume",
-        on_error: Literal["raise", "warn"] = "raise",
-        host_memory_limit: int | None = None,
-        lock: bool = True,
-    ) -> None:
-        if snapshot not in ("blocking", "sync"):
-            raise ValueError(
-                "A CheckpointIO does not know the optimizers, so it cannot copy while training "
-                f"goes on: snapshot is 'blocking' or 'sync', got {snapshot!r}; use AsyncCheckpoint"
-            )
-        self.settings = CheckpointSettings(
-            snapshot, max_in_flight, "wait", writer, verify, on_error, host_memory_limit, lock
-        )
+    @takes(CheckpointIOSettings)
+    def __init__(self, settings: CheckpointIOSettings) -> None:
+        """Check the arguments.
+
+        Args:
+            settings: each an argument of the plugin.
+
+        Raises:
+            ValueError: a setting that is out of range or cannot take effect.
+        """
+        self.settings = settings
         self._metrics = Metrics()  # before the first save and after the last
         self._saves: Saves | None = None
         self._alone = True

@@ -18,7 +18,6 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Saves
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint.bookkeeping import (
     Displaced,
@@ -29,6 +28,7 @@ from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_fo
 from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import TrainerSaves
 from lightning_dist.frameworks.lightning.recovering import meet
 from lightning_dist.ranks.agreement import Facts, Ranks, destroy, new_group_of_all
+from lightning_dist.settings.saving import CheckpointSettings
 
 
 class CheckpointSession:

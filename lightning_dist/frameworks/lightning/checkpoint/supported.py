@@ -14,8 +14,8 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.frameworks.lightning.checkpoint.resume import ResumeCheckpointIO
+from lightning_dist.settings.saving import CheckpointSettings
 from lightning_dist.sync.mesh import ReplicatedMesh
 
 _AVERAGING = tuple(

@@ -80,7 +80,7 @@ class TrainerPlacement(Placement):
     @cached_property
     def saves(self) -> TrainerSaves:
         """Saves of this fit, from the opening of the session on."""
-        sharded = self._session.settings.sharded
+        sharded = self._session.settings.saving.sharded
         return TrainerSaves(self._trainer, self._session.retention.saves, sharded=sharded)
 
     @override

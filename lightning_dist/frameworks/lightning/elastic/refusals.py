@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_dist.checkpoint.restricted import require_loadable
+from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
 from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
 from lightning_dist.frameworks.lightning.elastic import private
 from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
@@ -66,7 +68,7 @@ def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDeal) -> None:
 
 
 def _is_sharded(callback: Any) -> bool:
-    return getattr(callback, "format", None) == "sharded"
+    return isinstance(callback, AsyncCheckpoint) and callback.settings.sharded
 
 
 def is_trial(trainer: pl.Trainer) -> bool:
@@ -86,7 +88,7 @@ def require_own_folder(trainer: pl.Trainer, own: str) -> None:
             )
 
 
-def refuse_choices(arguments: dict[str, Any]) -> None:
+def refuse_choices(arguments: Mapping[str, Any], of: object) -> None:
     """Raise ValueError for arguments of a ModelCheckpoint."""
     if taken := sorted(arguments.keys() & signature(ModelCheckpoint).parameters.keys()):
         raise ValueError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint
@@ -12,13 +13,11 @@ from typing_extensions import override
 
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.settings import CheckpointSettings
-from lightning_dist.elastic.data.plan import BatchPolicy, MicroBatch
+from lightning_dist.elastic.data.plan import MicroBatch
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.recovery.generations import Ended
 from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
-from lightning_dist.elastic.settings import RunSettings
 from lightning_dist.frameworks.lightning.base import BeforeSetup
 from lightning_dist.frameworks.lightning.checkpoint.resume import resume_io
 from lightning_dist.frameworks.lightning.checkpoint.supported import (
@@ -48,7 +47,9 @@ from lightning_dist.frameworks.lightning.elastic.refusals import (
 )
 from lightning_dist.frameworks.lightning.launcher import FollowsLauncher, follow_launcher
 from lightning_dist.ranks.membership import Membership
-from lightning_dist.settings.signatures import refuse_unknown
+from lightning_dist.settings.run import RunSettings
+from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.arguments import refuse_pytorch_lightning
 
 _UNRESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -63,76 +64,26 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     or a positive ``preemption_check`` on any rank, all ranks write one checkpoint and exit. To keep
     the best checkpoints of a metric, add a ``ModelCheckpoint`` or ``AsyncCheckpoint`` with a folder
     of its own.
-
-    Args:
-        dirpath: folder of the checkpoints, one per run: a path or an fsspec URL that all ranks see.
-        every_n_train_steps: optimizer steps between two checkpoints. None: at the end of epochs
-            only.
-        every_n_epochs: epochs between two checkpoints at the end of an epoch. None: 1, unless
-            ``every_n_train_steps`` is given.
-        max_to_keep: number of newest checkpoints to keep over all restarts; only files that this
-            run has saved are removed.
-        batch_policy: when the number of ranks changes, ``"fixed_global_batch"`` keeps the global
-            batch. The others scale it with the number of ranks; ``"scale_lr"`` scales the learning
-            rate too, ``"scale_lr:sqrt"`` with the square root, ``"fixed_micro_batch"`` keeps it.
-        strict_data: raise for a train dataloader whose samples cannot be tracked; False: warn, and
-            repeat the epoch after a restart.
-        seed: seed of the sample order; None: that of ``seed_everything``, or a random one.
-        preemption_check: called on a thread of local rank 0; returns whether the machine will be
-            preempted.
-        preemption_poll_interval: seconds between two such calls.
-        grace_period: seconds from a signal to the forced exit of the process; more than two steps
-            and a checkpoint take, less than the launcher waits (torchrun: 30).
-        hang_timeout: seconds without a batch, or without progress at the start, after which a
-            process exits with code 76; more than the longest pause between batches. None: never.
-        weights_only: read checkpoints with the restricted unpickler of ``torch.load``, and refuse
-            a state that it cannot read, before training and at the first save. False: for folders
-            whose writers you trust. ``fit(weights_only=...)`` comes first.
-        format: ``"single"``: one file that ``torch.load`` reads, written by rank 0. ``"sharded"``:
-            a folder to which every rank writes an equal part.
-        **saving: of the checkpoints, as of :class:`~lightning_dist.AsyncCheckpoint`: ``snapshot``,
-            ``max_in_flight``, ``on_busy``, ``writer``, ``verify``, ``on_error``,
-            ``host_memory_limit``, ``lock``.
-
-    Raises:
-        ValueError: a setting that is out of range or cannot take effect.
     """
 
+    @takes(RunSettings, refuse=refuse_choices)
+    @takes(CheckpointSettings, "saving")
     def __init__(
-        self,
-        dirpath: Any,
-        *,
-        every_n_train_steps: int | None = None,
-        every_n_epochs: int | None = None,
-        max_to_keep: int = 2,
-        batch_policy: BatchPolicy = "fixed_global_batch",
-        strict_data: bool = True,
-        seed: int | None = None,
-        preemption_check: Callable[[], bool] | None = None,
-        preemption_poll_interval: float = 5.0,
-        grace_period: float = 25.0,
-        hang_timeout: float | None = 600.0,
-        weights_only: bool = True,
-        format: Literal["single", "sharded"] = "single",
-        **saving: Any,
+        self, settings: RunSettings, saving: CheckpointSettings, *, strict_data: bool = True
     ) -> None:
-        refuse_choices(saving)
-        refuse_unknown(saving, of=type(self), handed_to=CheckpointSettings.__init__)
-        self._settings = RunSettings(
-            dirpath,
-            every_n_train_steps=every_n_train_steps,
-            every_n_epochs=every_n_epochs,
-            max_to_keep=max_to_keep,
-            batch_policy=batch_policy,
-            seed=seed,
-            weights_only=weights_only,
-            preemption_check=preemption_check,
-            preemption_poll_interval=preemption_poll_interval,
-            grace_period=grace_period,
-            hang_timeout=hang_timeout,
-            saving=CheckpointSettings(**saving),
-            format=format,
-        )
+        """Check the arguments.
+
+        Args:
+            settings: each an argument of the callback. ``fit(weights_only=...)`` comes before
+                ``weights_only``.
+            strict_data: raise for a train dataloader whose samples cannot be tracked; False: warn,
+                and repeat the epoch after a restart.
+            saving: each an argument of the callback.
+
+        Raises:
+            ValueError: a setting that is out of range or cannot take effect.
+        """
+        self._settings = replace(settings, saving=saving)
         self._exact = strict_data
         self._session = Session(self._settings)
         self.best_model_path = ""
@@ -164,7 +115,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         refuse_pytorch_lightning(trainer=trainer)
-        require_supported(trainer.strategy, sharded=self._settings.sharded)
+        require_supported(trainer.strategy, sharded=self._settings.saving.sharded)
         restore_usual(trainer)  # after a fit that ended with an exception
         io = resume_io(trainer, verify=self._settings.saving.verify)
         if stage != "fit" or is_trial(trainer):

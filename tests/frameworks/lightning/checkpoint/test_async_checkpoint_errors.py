@@ -238,14 +238,14 @@ def message(error: type[Exception], *arguments: Any, **keywords: Any) -> str:
     [
         (
             {"kind": AsyncTorchCheckpointIO, "snapshot": "overlap"},
-            "A CheckpointIO does not know the optimizers, so it cannot copy while training goes "
-            "on: snapshot is 'blocking' or 'sync', got 'overlap'; use AsyncCheckpoint",
+            "snapshot must be 'blocking' or 'sync', for a CheckpointIO does not know the optimizers "
+            "and cannot copy while training goes on (an AsyncCheckpoint can), got 'overlap'",
         ),
         (
             {"kind": AsyncTorchCheckpointIO, "writer": "fork"},
-            "writer must be one of 'auto', 'process', 'thread'; got 'fork'",
+            "writer must be 'auto', 'process' or 'thread', got 'fork'",
         ),
-        ({"format": "zip"}, "format must be one of 'single', 'sharded'; got 'zip'"),
+        ({"format": "zip"}, "format must be 'single' or 'sharded', got 'zip'"),
         (
             {"snapshot": "sync", "on_busy": "skip"},
             "snapshot='sync' waits for every save, so on_busy='skip' cannot take effect; leave one "

@@ -34,10 +34,10 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.saves import Saves
-from lightning_dist.checkpoint.settings import CheckpointSettings
 from lightning_dist.frameworks.lightning.checkpoint import async_checkpoint
 from lightning_dist.frameworks.lightning.checkpoint.bookkeeping import Displaced
 from lightning_dist.ranks.agreement import Ranks
+from lightning_dist.settings.saving import CheckpointSettings
 
 PAIRS: dict[str, list[dict[str, Any]]] = {
     "one name": [

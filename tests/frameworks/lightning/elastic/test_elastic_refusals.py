@@ -46,15 +46,15 @@ def loop(folder: Path, **settings: Any) -> Any:
     [
         (
             {"batch_policy": "constant"},
-            "batch_policy must be one of 'fixed_global_batch'.* got 'constant'",
+            "batch_policy must be 'fixed_global_batch'.* got 'constant'",
         ),
-        ({"max_to_keep": 0}, "max_to_keep must be positive; got 0"),
-        ({"every_n_train_steps": 0}, "every_n_train_steps must be positive; got 0"),
-        ({"every_n_epochs": -1}, "after steps, after epochs or both.* and every_n_epochs=-1"),
+        ({"max_to_keep": 0}, "max_to_keep must be 1 or more checkpoints, got 0"),
+        ({"every_n_train_steps": 0}, "every_n_train_steps must be 1 or more steps"),
+        ({"every_n_epochs": -1}, "every_n_epochs must be 0 or more epochs"),
         ({"every_n_epochs": 0}, "after steps, after epochs or both.* and every_n_epochs=0"),
-        ({"grace_period": -1.0}, "grace_period must be positive"),
-        ({"hang_timeout": 0}, "hang_timeout must be positive, or None"),
-        ({"format": "both"}, "format must be one of 'single', 'sharded'; got 'both'"),
+        ({"grace_period": -1.0}, "grace_period must be seconds above 0"),
+        ({"hang_timeout": 0}, "hang_timeout must be seconds above 0, or None"),
+        ({"format": "both"}, "format must be 'single' or 'sharded', got 'both'"),
     ],
 )
 def test_settings_that_mean_nothing(
