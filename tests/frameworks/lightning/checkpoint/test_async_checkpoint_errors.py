@@ -239,7 +239,8 @@ def message(error: type[Exception], *arguments: Any, **keywords: Any) -> str:
         (
             {"kind": AsyncTorchCheckpointIO, "snapshot": "overlap"},
             "snapshot must be 'blocking' or 'sync', for a CheckpointIO does not know the "
-            "optimizers and cannot copy while training goes on (an AsyncCheckpoint can), got 'overlap'",
+            "optimizers and cannot copy while training goes on (an AsyncCheckpoint can), got "
+            "'overlap'",
         ),
         (
             {"kind": AsyncTorchCheckpointIO, "writer": "fork"},
