@@ -115,7 +115,8 @@ def resolve(
             if name not in options:
                 options[name], origins[name] = value, str(path)
     _refuse_contradictions(options, origins)
-    ordered = [*(name for name in OPTIONS if name in options), *(options.keys() - OPTIONS.keys())]
+    ordered = [name for name in OPTIONS if name in options]
+    ordered += [name for name in options if name not in OPTIONS]
     return Resolved(
         {name: options[name] for name in ordered},
         {name: origins[name] for name in ordered},
