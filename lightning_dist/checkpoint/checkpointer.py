@@ -30,9 +30,10 @@ from lightning_dist.checkpoint.disk.scan import Orders
 from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
-from lightning_dist.checkpoint.snapshot.plan import Striped, plan, shape_of
+from lightning_dist.checkpoint.snapshot.plan import plan, shape_of
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.ranks.agreement import Ranks
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.settings.saving import CheckpointSettings
 
 
@@ -134,7 +135,7 @@ class Checkpointer:
         *,
         step: int,
         sharded: bool = False,
-        striped: Sequence[Striped] = (),
+        striped: Sequence[Spread] = (),
         resumable: bool = True,
     ) -> None:
         """Save ``state``, anything that ``torch.save`` takes, as ``target``.
@@ -176,7 +177,7 @@ class Checkpointer:
         origin: Origin,
         target: str,
         *,
-        striped: Mapping[int, Striped],
+        striped: Mapping[int, Spread],
         problem: Exception | None,
     ) -> None:
         """This rank's part of a sharded save. Collective."""

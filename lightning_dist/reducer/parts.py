@@ -8,18 +8,6 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Stripes:
-    """A tensor of the gathered state whose parts are still on their ranks.
-
-    ``whole``, of shape (rows, numel), is memory that is not filled. ``own`` are this rank's
-    parts, with the element of ``whole`` at which each starts; what no rank has is zero.
-    """
-
-    whole: Tensor
-    own: tuple[tuple[int, Tensor], ...]
-
-
 @dataclass
 class Held:
     """State of one kind for a parameter, flat and unscaled.

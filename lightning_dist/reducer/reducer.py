@@ -17,11 +17,11 @@ from torch import Tensor
 from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.log import get_logger
 from lightning_dist.ranks import Topology
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.commit import Answer, Recovery
 from lightning_dist.reducer.executor import Executor, executor_for
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import Observer
-from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.pipeline import Pipeline
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.plans import Plans, future_on
@@ -307,7 +307,7 @@ class Reducer(Pipeline):
         state = self.state.gather(self.network, to=to)
         return None if state is None else self._described(state)
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the tensors that differ between ranks left there.
 
         The tensors of the state are empty memory; the stripes are the parts that this rank has.

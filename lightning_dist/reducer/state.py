@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
 from lightning_dist.ranks.facts import Facts, all_facts
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.network import Network, Rows
-from lightning_dist.reducer.parts import Held, Stripes
+from lightning_dist.reducer.parts import Held
 from lightning_dist.reducer.plan.slices import ParameterSlice
 
 _KINDS = {"residual": "residuals", "momentum": "momenta"}
@@ -182,7 +183,7 @@ class ReducerState:
         factors = self._factors_of_all(network, on_all=to != 0)
         return _gathered(found, factors) if first else None
 
-    def striped(self, network: Network) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped(self, network: Network) -> tuple[dict[str, Any], list[Spread]]:
         """As :meth:`gather`, on every rank, with residuals and momenta left where they are.
 
         Only factors are communicated. The stripes say what the tensors of the state stand for.
@@ -194,7 +195,7 @@ class ReducerState:
             whole = found[kind][name] = torch.empty(shape, dtype=held.dtype_of_row)
             begin = rows.own * held.numel
             own = tuple((begin + start, part) for start, part in held.of_row(first=rows.first))
-            stripes.append(Stripes(whole, own))
+            stripes.append(Spread(whole, own))
         return _gathered(found, self._factors_of_all(network)), stripes
 
     def know_all(self, network: Network) -> None:

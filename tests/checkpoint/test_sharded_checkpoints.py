@@ -38,7 +38,8 @@ from lightning_dist.checkpoint.disk.verify import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.saves import committed_line
 from lightning_dist.checkpoint.snapshot.pickling import pickled
-from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, Striped, owned_by, plan, shape_of
+from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, owned_by, plan, shape_of
+from lightning_dist.ranks.spread import Spread
 
 sizes = st.lists(st.integers(0, 200), max_size=8)
 worlds = st.integers(1, 8)
@@ -146,7 +147,7 @@ def saves(target: str, values: Tensor, parts: Cuts, ranks: int = 3) -> list[Any]
     for rank in range(ranks):
         whole = torch.full_like(values, torch.nan)
         own = [(start, values.flatten()[start : start + n]) for start, n, r in parts if r == rank]
-        striped = {whole.untyped_storage().data_ptr(): Striped(whole, tuple(reversed(own)))}
+        striped = {whole.untyped_storage().data_ptr(): Spread(whole, tuple(reversed(own)))}
         content = pickled({"before": torch.ones(3), "whole": whole, "after": torch.ones(2)})
         divided = plan(content, owned={}, overlap=False, striped=striped, rank=rank, ranks=ranks)
         save = SaveFolder(
@@ -230,7 +231,7 @@ def test_parts_that_an_optimizer_owns_are_copied_later() -> None:
     shard, residual = torch.ones(4), torch.ones(4)
     wholes = [torch.empty(8), torch.empty(8)]
     striped = {
-        whole.untyped_storage().data_ptr(): Striped(whole, ((4, part),), complete=part is shard)
+        whole.untyped_storage().data_ptr(): Spread(whole, ((4, part),), complete=part is shard)
         for whole, part in zip(wholes, (shard, residual), strict=True)
     }
     owned = {shard.untyped_storage().data_ptr(): shard}

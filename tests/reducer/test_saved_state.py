@@ -34,8 +34,8 @@ from worlds import ALL_GATHER, Rank, run_threads
 from lightning_dist.codecs import Int8, resolve_codec
 from lightning_dist.kernels.inductor import Variant
 from lightning_dist.ranks.channel import WaitLimit
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.executor import Worker
-from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.plan import flat_planner
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.sync.ddp import compile_kernels
@@ -180,8 +180,8 @@ def test_a_state_of_another_version_or_model_is_refused(rank: Rank) -> None:
 
 LAYOUTS = [flat(3), *FORMS]
 STRIPED = ["none", "int8", "dgc:ratio=0.1,block_size=128", "powersgd:rank=2"]
-Striped = tuple[dict[str, Any], list[Stripes]]
-Seen = tuple[State | None, Striped]
+Saved = tuple[dict[str, Any], list[Spread]]
+Seen = tuple[State | None, Saved]
 
 
 def states(reducer: Reducer) -> Seen:
@@ -190,15 +190,15 @@ def states(reducer: Reducer) -> Seen:
     return gathered and through_a_file(gathered), copied(reducer.striped_state_dict())
 
 
-def copied(striped: Striped) -> Striped:
+def copied(striped: Saved) -> Saved:
     state, stripes = striped
     return state, [
-        Stripes(each.whole, tuple((start, part.clone()) for start, part in each.own))
+        Spread(each.whole, tuple((start, part.clone()) for start, part in each.own))
         for each in stripes
     ]
 
 
-def joined(of_ranks: list[Striped]) -> dict[str, Any]:
+def joined(of_ranks: list[Saved]) -> dict[str, Any]:
     """The state of rank 0 with the stripes of all ranks where they belong."""
     state, first = of_ranks[0]
     for index, stripes in enumerate(first):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.disk.jobs import Piece
 from lightning_dist.checkpoint.snapshot.pickling import Pickled
+from lightning_dist.ranks.spread import Spread
 
 PICKLE = "data.pkl"
 _ALIGNMENT = 64
@@ -82,31 +83,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@dataclass(frozen=True)
-class Striped:
-    """A tensor of a checkpoint whose elements lie on different ranks.
-
-    ``whole`` stands for it in the state, on all ranks; its memory is never read. ``own`` are the
-    contiguous parts that this rank has, with the element of ``whole`` at which they start. What no
-    rank has is zero, or where it must be ``complete`` an error.
-    """
-
-    whole: Tensor
-    own: tuple[tuple[int, Tensor], ...]
-    complete: bool = False
-
-    def runs(self) -> list[tuple[int, Tensor]]:
-        """The parts with the byte at which they start, in order."""
-        size = self.whole.element_size()
-        return [(start * size, part) for start, part in sorted(self.own, key=lambda own: own[0])]
-
-
 def plan(
     pickled: Pickled,
     *,
     owned: Owned,
     overlap: bool,
-    striped: Mapping[int, Striped] = MappingProxyType({}),
+    striped: Mapping[int, Spread] = MappingProxyType({}),
     rank: int = 0,
     ranks: int = 1,
 ) -> Plan:
@@ -174,7 +156,7 @@ def _contents(pickled: Pickled) -> dict[str, bytes | torch.UntypedStorage]:
 
 
 def shape_of(
-    pickled: Pickled, owned: Owned, striped: Mapping[int, Striped] = MappingProxyType({})
+    pickled: Pickled, owned: Owned, striped: Mapping[int, Spread] = MappingProxyType({})
 ) -> int:
     """A number that is equal on all ranks if they would divide the checkpoint alike."""
     storages = [(key, s.data_ptr(), s.nbytes()) for key, s in enumerate(pickled.storages)]

@@ -23,10 +23,11 @@ from lightning_dist.base.private import tensors_in
 from lightning_dist.checkpoint.private import chunk_of, knows_offset, offset_in_file
 from lightning_dist.checkpoint.reading import opened
 from lightning_dist.checkpoint.restricted import restricted_load
-from lightning_dist.checkpoint.snapshot.plan import Striped, local_of
+from lightning_dist.checkpoint.snapshot.plan import local_of
+from lightning_dist.ranks.spread import Spread
 
 
-def without_shards(state: Any, mesh: DeviceMesh) -> tuple[Any, list[Striped]]:
+def without_shards(state: Any, mesh: DeviceMesh) -> tuple[Any, list[Spread]]:
     """``state`` with a whole tensor in the place of each sharded one, and what this rank has of it.
 
     Ranks that hold the same elements, as replicas do, write an equal share of them each.
@@ -35,14 +36,14 @@ def without_shards(state: Any, mesh: DeviceMesh) -> tuple[Any, list[Striped]]:
         state: of dicts, lists and tuples. Parameters in it are detached.
         mesh: of all ranks that save; those of the tensors are slices of it.
     """
-    found: dict[int, Striped] = {}  # by id: tied weights stay one tensor
+    found: dict[int, Spread] = {}  # by id: tied weights stay one tensor
 
     def replaced(value: Any) -> Any:
         if isinstance(value, DTensor):
             if id(value) not in found:
                 whole = torch.empty(value.shape, dtype=value.dtype)
                 share = _share(value, mesh)
-                found[id(value)] = Striped(whole, tuple(_runs(value, *share)), complete=True)
+                found[id(value)] = Spread(whole, tuple(_runs(value, *share)), complete=True)
             return found[id(value)].whole
         if isinstance(value, nn.Parameter):
             return value.detach()

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.restricted import require_loadable
-from lightning_dist.checkpoint.snapshot.plan import Striped
 from lightning_dist.elastic.progress import KEY, ElasticState, require_same_optimizer
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.sync.ddp import reducer_of
 from lightning_dist.sync.local.outer_steps import LocalUpdates
@@ -129,9 +129,7 @@ class Objects:
         updates = next(of, None) if isinstance(inside, nn.Module) else None
         return inside.state_dict() if updates is None else updates.anchor_state_dict()
 
-    def state_dict(
-        self, *, leader: int = 0, striped: list[Striped] | None = None
-    ) -> dict[str, Any]:
+    def state_dict(self, *, leader: int = 0, striped: list[Spread] | None = None) -> dict[str, Any]:
         """Collective. Residuals are on rank ``leader`` only.
 
         Args:
@@ -143,7 +141,7 @@ class Objects:
                 reducers.append(reducer.state_dict(to=leader))
                 continue
             state, stripes = reducer.striped_state_dict()
-            striped += [Striped(each.whole, each.own) for each in stripes]
+            striped += stripes
             reducers.append(state)
         return {"objects": self.states(), "reducers": reducers}
 

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.checkpoint.snapshot.plan import Striped
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.sharding import Deal, NotExactError
 from lightning_dist.elastic.data.workers import keep_workers
@@ -27,6 +26,7 @@ from lightning_dist.elastic.recovery.step import StepRecovery
 from lightning_dist.elastic.session import Session
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.ranks.membership import Membership
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.settings.run import RecoveryMode, RecoverySettings
 from lightning_dist.sync.local.state import NOT_SHARDED
 
@@ -245,7 +245,7 @@ class LoopPlacement(RecoverablePlacement):
         checkpointer = self.session.retention.checkpointer
         place = self.session.describe(rng=self.generators.capture())
         leader, sharded = self.session.members.ranks.leader, self._settings.saving.sharded
-        striped: list[Striped] = []
+        striped: list[Spread] = []
         objects = self.objects.state_dict(leader=leader, striped=striped if sharded else None)
 
         def save() -> None:

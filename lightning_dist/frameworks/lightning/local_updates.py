@@ -142,10 +142,9 @@ class LocalSteps(LocalUpdateArguments, CompressingStrategy):
             if (state := self._states.state_dict()) is not None:
                 checkpoint[LOCAL_KEY] = state
             return
-        from lightning_dist.checkpoint.snapshot.plan import Striped
 
         checkpoint[LOCAL_KEY], stripes = self._states.striped_state_dict()
-        io.striped += [Striped(each.whole, each.own) for each in stripes]
+        io.striped += stripes
         # Of the first worker for other strategies; the same tensors: a worker's are its own.
         checkpoint["optimizer_states"] = checkpoint[LOCAL_KEY]["workers"][0]["optimizer_states"]
 

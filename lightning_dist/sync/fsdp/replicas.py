@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.private import name_before_compile
 from lightning_dist.ranks import Topology
-from lightning_dist.reducer.parts import Stripes
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
@@ -120,7 +120,7 @@ class ShardedGradients:
         """
         return self.tensor_parts.gathered(self.reducer.state_dict())
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the rows left there. Collective.
 
         The tensors of the state are empty memory; the stripes are the parts that this rank has.

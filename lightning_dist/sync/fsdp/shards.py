@@ -23,8 +23,8 @@ from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.ranks import Topology, host_name
 from lightning_dist.ranks.channel import Channel, Watch
 from lightning_dist.ranks.facts import all_facts, require_equal
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.observer import untraced
-from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.rows import (
     RowGather,
     RowReduceScatter,
@@ -180,7 +180,7 @@ class CompressedShards:
                     whole[row, shard] = received
         return state if first else None
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the errors left on their ranks.
 
         The tensors of the state are empty memory; the stripes are the parts that this rank has.
@@ -192,7 +192,7 @@ class CompressedShards:
                 whole = torch.empty(size, *held.shape, dtype=held.dtype)
                 starts = range(self.group.rank() * held.numel(), whole.numel(), held[0].numel())
                 own = tuple(zip(starts, map(torch.flatten, held), strict=False))
-                stripes.append(Stripes(whole, own))
+                stripes.append(Spread(whole, own))
                 state.setdefault("errors", {}).setdefault(name, []).append(whole)
         if stripes:
             state |= {"world_size": size, "rows": list(range(size))}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.reducer.parts import Stripes
+from lightning_dist.ranks.spread import Spread
 
 ROWS = ("residuals", "momenta")
 """Kinds of state with a row per replica, ``{parameter name: (replicas, elements)}``."""
@@ -125,8 +125,8 @@ class TensorParts:
         return found
 
     def striped(
-        self, state: dict[str, Any], stripes: Sequence[Stripes]
-    ) -> tuple[dict[str, Any], list[Stripes]]:
+        self, state: dict[str, Any], stripes: Sequence[Spread]
+    ) -> tuple[dict[str, Any], list[Spread]]:
         """As :meth:`gathered`, on every rank, with rows left where they are. Collective."""
         if self._group is None:
             return state, [*stripes]
@@ -154,7 +154,7 @@ class TensorParts:
                     (row * numel + to, flat[at : at + length])
                     for to, at, length in part.runs(start, flat.numel())
                 )
-            found.append(Stripes(whole, tuple(runs)))
+            found.append(Spread(whole, tuple(runs)))
         return whole_state, found
 
     def cut(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

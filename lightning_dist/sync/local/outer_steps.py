@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import name_before_compile
 from lightning_dist.exchange.replicate import replicate
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import untraced
-from lightning_dist.reducer.parts import Stripes
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.settings.local_updates import LocalUpdateSettings
@@ -300,7 +300,7 @@ class LocalUpdates:
             state = self._of_shards.whole(state)
         return None if self.reducer.network.rank else state
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with residuals and shards left there. Collective.
 
         They are empty memory in the state; the stripes say which part of each this rank has.

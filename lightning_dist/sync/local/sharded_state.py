@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.base.private import map_tensors
-from lightning_dist.reducer.parts import Stripes
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.sync.fsdp.checks import require_alike
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.shards import Read, run_of
@@ -81,7 +81,7 @@ class ShardedWorkerStates(WorkerStates):
         return whole.cpu() if self._place[1] == 0 else torch.empty(0)
 
     @override
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         network, (worker, place, _) = self._updates.reducer.network, self._place
         shared, stripes = self._updates.striped_state_dict()
         own = self._own()

@@ -19,8 +19,9 @@ from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.facts import all_facts
 from lightning_dist.ranks.levels import Nodes
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.network import Network, Rows
-from lightning_dist.reducer.parts import Held, Stripes
+from lightning_dist.reducer.parts import Held
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.fsdp.checks import require_all_sharded, sharded_groups
@@ -191,13 +192,13 @@ class OuterState:
             exchange = {**exchange, "mean": torch.cat([each.reshape(-1) for each in mean])}
         return {**state, **whole, "exchange": exchange}
 
-    def striped(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`whole` on every rank, with shards left where they are.
 
         The workers have the same ones, and an equal share of them each in the stripes.
         """
         self._require_shapes(state)
-        stripes: list[Stripes] = []
+        stripes: list[Spread] = []
         share, of = self.shards.between.rank, self.shards.between.world_size
 
         def runs(part: ParameterSlice, own: Tensor, *, before: int = 0) -> list[tuple[int, Tensor]]:
@@ -207,7 +208,7 @@ class OuterState:
         def placed(own: Tensor, part: ParameterSlice) -> Tensor:
             rows = part.whole // max(1, prod(part.shape[1:]))
             whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype)
-            stripes.append(Stripes(whole, tuple(runs(part, own))))
+            stripes.append(Spread(whole, tuple(runs(part, own))))
             return whole
 
         changed = self._changed(state, placed)
@@ -218,7 +219,7 @@ class OuterState:
                 own += runs(part, part.of(mean), before=before)
                 before += part.whole
             exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype)}
-            stripes.append(Stripes(exchange["mean"], tuple(own)))
+            stripes.append(Spread(exchange["mean"], tuple(own)))
         return {**state, **changed, "exchange": exchange}, stripes
 
     def own(self, state: Mapping[str, Any], *, rows: Rows, read: Read) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dist.base.private import map_tensors
-from lightning_dist.reducer.parts import Stripes
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.fragments import first_row
 from lightning_dist.sync.local.outer_steps import LocalUpdates
@@ -70,7 +70,7 @@ class WorkerStates:
         dist.gather_object(own, workers, group=network.data.group, group_dst=0)
         return None if shared is None else {"shared": shared, "workers": workers}
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Stripes]]:
+    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the tensors of each worker left where they are.
 
         They are empty memory in the state; the stripes say which of them this rank has. Only their
@@ -138,7 +138,7 @@ def described(tree: Any) -> Any:
     return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"), tree)
 
 
-def placed(tree: Any, own: Any, stripes: list[Stripes], *, alone: bool = True) -> Any:
+def placed(tree: Any, own: Any, stripes: list[Spread], *, alone: bool = True) -> Any:
     """Empty memory for what is ``described``, with what this rank has of it in ``stripes``.
 
     Args:
@@ -151,7 +151,7 @@ def placed(tree: Any, own: Any, stripes: list[Stripes], *, alone: bool = True) -
 
     def empty(like: Tensor) -> Tensor:
         whole = torch.empty(like.shape, dtype=like.dtype)
-        stripes.append(Stripes(whole, () if own is None else _runs(next(held), alone=alone)))
+        stripes.append(Spread(whole, () if own is None else _runs(next(held), alone=alone)))
         return whole
 
     return map_tensors(empty, tree)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning_dist.checkpoint.checkpointer import Checkpointer
-    from lightning_dist.checkpoint.snapshot.plan import Striped
+    from lightning_dist.ranks.spread import Spread
     from lightning_dist.reducer.reducer import Reducer
     from lightning_dist.sync.fsdp.attach import ShardedExchange
 
@@ -34,14 +34,13 @@ class CheckpointerIO(TorchCheckpointIO):
     ) -> None:
         self._checkpointer = checkpointer
         self._step, self.sharded, self._resumable = step, sharded, resumable
-        self.striped: list[Striped] = []
+        self.striped: list[Spread] = []
 
     def striped_state_of(self, owner: Reducer | ShardedExchange) -> dict[str, Any]:
         """State for a sharded save: each rank keeps its own rows of it."""
-        from lightning_dist.checkpoint.snapshot.plan import Striped
 
         state, stripes = owner.striped_state_dict()
-        self.striped += [Striped(each.whole, each.own) for each in stripes]
+        self.striped += stripes
         return state
 
     @override
