@@ -1,10 +1,18 @@
-"""A tensor of a state whose elements lie on different ranks."""
+"""Tensors of a state whose elements lie on different ranks, and how one rank gets them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from lightning_dist.ranks.channel import Channel
+from lightning_dist.ranks.facts import all_facts
+
+_BATCH = 1 << 22
+"""Bytes of tensors that are gathered together; a larger one is gathered alone."""
 
 
 @dataclass(frozen=True)
@@ -13,9 +21,9 @@ class Spread:
 
     Args:
         whole: stands for the tensor in a state, on all ranks: its shape and dtype. Its memory is
-            not filled, and never read.
+            not filled, and never read before :func:`gather`.
         own: contiguous parts that this rank has, with the element of ``whole`` at which each
-            starts. What no rank has is zero.
+            starts; those of different ranks do not overlap. What no rank has is zero.
         complete: whether it is an error that no rank has an element.
     """
 
@@ -27,3 +35,57 @@ class Spread:
         """The parts with the byte at which they start, in order."""
         size = self.whole.element_size()
         return [(start * size, part) for start, part in sorted(self.own, key=lambda own: own[0])]
+
+
+def gather(
+    spreads: Sequence[Spread], channel: Channel, *, device: torch.device, to: int = 0
+) -> None:
+    """Fill ``whole`` of each, on rank ``to`` of the channel's group. Collective.
+
+    Each rank sends its parts alone, over ``device``: some MB, or one tensor, at a time.
+
+    Args:
+        spreads: of the same tensors in the same order on all ranks.
+    """
+    runs = [each.runs() for each in spreads]
+    own = [[[start, part.nbytes] for start, part in of_one] for of_one in runs]
+    facts = all_facts({"runs": own}, group=channel.group, device=device, limit=channel.limit)
+    of_ranks = [fact["runs"] for fact in facts]
+    for batch in _batches(spreads):
+        sizes = [sum(numel for i in batch for _, numel in places[i]) for places in of_ranks]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+        at = 0
+        for _, part in (run for i in batch for run in runs[i]):
+            mine[at : at + part.nbytes].copy_(_bytes(part))
+            at += part.nbytes
+        if channel.group.rank() != to:
+            channel.gather(None, mine, to=to).wait()
+            continue
+        received = [torch.empty_like(mine) for _ in of_ranks]
+        channel.gather(received, mine, to=to).wait()
+        wholes = [_bytes(spreads[i].whole).zero_() for i in batch]
+        for places, sent in zip(of_ranks, received, strict=True):
+            at = 0
+            for whole, i in zip(wholes, batch, strict=True):
+                for start, size in places[i]:
+                    whole[start : start + size] = sent[at : at + size]
+                    at += size
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat, in its memory."""
+    assert tensor.is_contiguous()
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _batches(spreads: Sequence[Spread]) -> Iterator[list[int]]:
+    """Indices of tensors that are gathered together: by their sizes, which all ranks know."""
+    batch, size = list[int](), 0
+    for index, each in enumerate(spreads):
+        if batch and size + each.whole.nbytes > _BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(index)
+        size += each.whole.nbytes
+    if batch:
+        yield batch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
 from lightning_dist.ranks.facts import Facts, all_facts
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.spread import Spread, gather
 from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.parts import Held
 from lightning_dist.reducer.plan.slices import ParameterSlice
@@ -158,32 +158,13 @@ class ReducerState:
         Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
         network's device; each rank sends its parts alone. Call it between backward passes.
         """
-        channel, rows = network.state, network.rows
-        size, first = channel.group.size(), channel.group.rank() == to
-        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
-        of_row = {(kind, name): h.of_row(first=rows.first) for kind, name, h in self._in_order()}
-        own = [[[start, part.numel()] for start, part in parts] for parts in of_row.values()]
-        facts = _of_all_ranks({"parts": own}, network)
-        for number, ((kind, name), parts) in enumerate(of_row.items()):
-            held, places = self.held[kind, name], [fact["parts"][number] for fact in facts]
-            longest = max(1, *(sum(numel for _, numel in of_rank) for of_rank in places))
-            mine = torch.zeros(longest, dtype=held.dtype_of_row, device=network.device)
-            for (_, part), place in zip(parts, _consecutive(mine, own[number]), strict=True):
-                place.copy_(part)
-            of_ranks = [torch.empty_like(mine) for _ in range(size)] if first else None
-            channel.gather(of_ranks, mine, to=to).wait()
-            if of_ranks is None:
-                continue
-            whole = found[kind][name] = torch.zeros(rows.count, held.numel, dtype=mine.dtype)
-            for row, of_rank, received in zip(rows.row_of, places, of_ranks, strict=True):
-                for (start, numel), part in zip(
-                    of_rank, _consecutive(received, of_rank), strict=True
-                ):
-                    whole[row, start : start + numel] = part
-        factors = self._factors_of_all(network, on_all=to != 0)
-        return _gathered(found, factors) if first else None
+        state, spreads = self.striped(network, on_all=to != 0)
+        gather(spreads, network.state, device=network.device, to=to)
+        return state if network.rank == to else None
 
-    def striped(self, network: Network) -> tuple[dict[str, Any], list[Spread]]:
+    def striped(
+        self, network: Network, *, on_all: bool = False
+    ) -> tuple[dict[str, Any], list[Spread]]:
         """As :meth:`gather`, on every rank, with residuals and momenta left where they are.
 
         Only factors are communicated. The stripes say what the tensors of the state stand for.
@@ -196,7 +177,7 @@ class ReducerState:
             begin = rows.own * held.numel
             own = tuple((begin + start, part) for start, part in held.of_row(first=rows.first))
             stripes.append(Spread(whole, own))
-        return _gathered(found, self._factors_of_all(network)), stripes
+        return _gathered(found, self._factors_of_all(network, on_all=on_all)), stripes
 
     def know_all(self, network: Network) -> None:
         """Add the names that other ranks have, of which this one has no element. Collective."""
@@ -384,9 +365,3 @@ def _gathered(of_kinds: Mapping[str, Any], factors: Any) -> dict[str, Any]:
 def _layout_of(tensor: Tensor) -> list[str | int]:
     """Dtype and shape, for JSON."""
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
-
-
-def _consecutive(flat: Tensor, parts: Sequence[Sequence[int]]) -> Sequence[Tensor]:
-    """Views of ``flat``, one for each ``(start, numel)`` in ``parts``, one after the other."""
-    sizes = [numel for _, numel in parts]
-    return flat[: sum(sizes)].split_with_sizes(sizes)

@@ -23,7 +23,7 @@ from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.ranks import Topology, host_name
 from lightning_dist.ranks.channel import Channel, Watch
 from lightning_dist.ranks.facts import all_facts, require_equal
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.spread import Spread, gather
 from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.rows import (
     RowGather,
@@ -170,15 +170,8 @@ class CompressedShards:
         bytes on the CPU of the first rank. A sharded checkpoint leaves each row on its rank.
         """
         state, stripes = self.striped_state_dict()
-        channel, first = Channel(self.group), self.group.rank() == 0
-        for each in stripes:
-            whole = each.whole.view(self.group.size(), len(each.own), -1)
-            for shard, (_, own) in enumerate(each.own):  # no more than a parameter at a time
-                of_ranks = [torch.empty_like(own) for _ in whole] if first else None
-                channel.gather(of_ranks, own, to=0).wait()
-                for row, received in enumerate(of_ranks or ()):
-                    whole[row, shard] = received
-        return state if first else None
+        gather(stripes, Channel(self.group), device=self.device)
+        return state if self.group.rank() == 0 else None
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the errors left on their ranks.

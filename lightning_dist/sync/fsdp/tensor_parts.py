@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.channel import Channel
+from lightning_dist.ranks.spread import Spread, gather
 
 ROWS = ("residuals", "momenta")
 """Kinds of state with a row per replica, ``{parameter name: (replicas, elements)}``."""
@@ -110,19 +111,11 @@ class TensorParts:
         """State of whole parameters on the first rank of all, from that of parts. Collective."""
         if self._group is None or state is None:
             return state
-        states = self._gathered(state)
-        if states is None:
-            return None
-        found: dict[str, Any] = {**state, **self._factors_of(states)}
-        found |= {kind: {} for kind in ROWS if kind in state}
-        for rank, each in enumerate(states):
-            for kind, name, rows in _rows_of(each):
-                part = self.part(name, numel=rows.shape[1], rank=rank)
-                if not part.is_copy:
-                    whole = rows.new_zeros(len(rows), part.whole)
-                    whole = found.setdefault(kind, {}).setdefault(name, whole)
-                    part.of_rows(whole).copy_(rows.view(len(rows), part.count, part.length))
-        return found
+        parts = [Spread(rows, ((0, rows.view(-1)),)) for _, _, rows in _rows_of(state)]
+        whole, spreads = self.striped(state, parts)
+        device = next(iter(self._parameters.values())).device
+        gather(spreads, Channel(self._group), device=device)
+        return whole if self._group.rank() == 0 else None
 
     def striped(
         self, state: dict[str, Any], stripes: Sequence[Spread]

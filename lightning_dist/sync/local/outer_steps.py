@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import name_before_compile
 from lightning_dist.exchange.replicate import replicate
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.spread import Spread, gather
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.reducer import Reducer
@@ -295,10 +295,9 @@ class LocalUpdates:
         Parameters and optimizers differ between workers inside a window: each saves its own. Of a
         sharded model the state has whole parameters, and any number of shards loads it.
         """
-        state = {**self._shared_state(), "residuals": self.reducer.state_dict()}
-        if self._of_shards is not None:
-            state = self._of_shards.whole(state)
-        return None if self.reducer.network.rank else state
+        network, (state, spreads) = self.reducer.network, self.striped_state_dict()
+        gather(spreads, network.state, device=network.device)
+        return None if network.rank else state
 
     def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with residuals and shards left there. Collective.

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.base.private import map_tensors
 from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.facts import all_facts
@@ -124,33 +123,6 @@ class WorkerShards:
         found: list[float] = totals.tolist()
         return found
 
-    def objects(self, own: Any) -> list[Any] | None:
-        """Objects of all ranks of the worker, on its first rank; None elsewhere. Collective."""
-        found = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(own, found, group=self._inside.group, group_dst=0)
-        return found
-
-    def gather(self, tree: Any) -> Any:
-        """Nested collections with whole tensors in the place of shards, on the worker's first rank.
-
-        Tensors without dimensions are equal on all ranks. Collective among the worker's ranks; the
-        tensors of other ranks are those that they had.
-        """
-        shards: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            if not tensor.dim():
-                return tensor.detach().cpu().clone()
-            shards.append(tensor.detach().cpu())
-            return shards[-1]
-
-        tree = map_tensors(keep, tree)
-        gathered = self.objects(shards)
-        if gathered is None:
-            return tree
-        wholes = map(torch.cat, zip(*gathered, strict=True))
-        return map_tensors(lambda each: next(wholes) if each.dim() else each, tree)
-
 
 Read: TypeAlias = Callable[[Tensor, int, int], Tensor]
 """``read(whole, start, numel)`` gives these elements, flat; of a tensor in a file only these."""
@@ -173,27 +145,8 @@ class OuterState:
     shards: WorkerShards
     anchor: Anchor
 
-    def whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """``state`` with whole parameters, on the worker's first rank. Collective in it.
-
-        Raises:
-            ValueError: the outer optimizer has state of another shape than its parameters.
-        """
-        self._require_shapes(state)
-        exchange, mean = state["exchange"], []
-        if exchange is not None:
-            parts = self.anchor.fragment_of(exchange["names"]).slices
-            mean = [part.shaped(part.of(exchange["mean"])) for part in parts]
-        whole = self.shards.gather(
-            {"anchor": state["anchor"], "outer_optimizer": state["outer_optimizer"], "mean": mean}
-        )
-        mean = whole.pop("mean")
-        if exchange is not None:
-            exchange = {**exchange, "mean": torch.cat([each.reshape(-1) for each in mean])}
-        return {**state, **whole, "exchange": exchange}
-
     def striped(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Spread]]:
-        """:meth:`whole` on every rank, with shards left where they are.
+        """``state`` with whole parameters on every rank, and shards left where they are.
 
         The workers have the same ones, and an equal share of them each in the stripes.
         """
@@ -223,7 +176,7 @@ class OuterState:
         return {**state, **changed, "exchange": exchange}, stripes
 
     def own(self, state: Mapping[str, Any], *, rows: Rows, read: Read) -> dict[str, Any]:
-        """This rank's part of :meth:`whole`.
+        """This rank's part of a state with whole parameters.
 
         Args:
             rows: of the residuals, of which this rank has a part of one.
