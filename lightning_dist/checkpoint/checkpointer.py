@@ -135,7 +135,7 @@ class Checkpointer:
         *,
         step: int,
         sharded: bool = False,
-        striped: Sequence[Spread] = (),
+        spreads: Sequence[Spread] = (),
         resumable: bool = True,
     ) -> None:
         """Save ``state``, anything that ``torch.save`` takes, as ``target``.
@@ -146,7 +146,7 @@ class Checkpointer:
             target: a path or URL in a folder that was opened.
             step: optimizer steps so far, for the record.
             sharded: a folder, to which every rank of the group adds its part. Collective.
-            striped: tensors in the state of which each rank has a part; for sharded saves.
+            spreads: tensors in the state of which each rank has a part; for sharded saves.
             resumable: whether a training can go on from it, for the record.
 
         Raises:
@@ -158,10 +158,10 @@ class Checkpointer:
         late = self._prepare(together=sharded)
         self._metrics.queue_ms = (time.perf_counter() - began) * 1e3
         origin = self._origin(step, target, resumable=resumable)
-        by_address = {each.whole.untyped_storage().data_ptr(): each for each in striped}
+        by_address = {each.whole.untyped_storage().data_ptr(): each for each in spreads}
         by_address.pop(0, None)  # of empty tensors
         if sharded:
-            self._save_part(state, origin, target, striped=by_address, problem=late)
+            self._save_part(state, origin, target, spreads=by_address, problem=late)
         else:
             content, owned = self._pickled(state), self._snapshots.owned()
             divided = plan(content, owned=owned, overlap=self._snapshots.overlap)
@@ -177,7 +177,7 @@ class Checkpointer:
         origin: Origin,
         target: str,
         *,
-        striped: Mapping[int, Spread],
+        spreads: Mapping[int, Spread],
         problem: Exception | None,
     ) -> None:
         """This rank's part of a sharded save. Collective."""
@@ -186,7 +186,7 @@ class Checkpointer:
         if problem is None:
             try:
                 content = self._pickled(state)
-                shape = shape_of(content, owned, striped)
+                shape = shape_of(content, owned, spreads)
             except Exception as error:  # the others must know before they wait for this rank
                 problem = error
         origin, alike = self._agree(origin, shape=shape, problem=problem)
@@ -195,7 +195,7 @@ class Checkpointer:
             content,
             owned=owned,
             overlap=self._snapshots.overlap,
-            striped=striped,
+            spreads=spreads,
             rank=self._together.rank,
             ranks=self._ranks,
         )
@@ -205,7 +205,7 @@ class Checkpointer:
             divided.pieces,
             self._together.rank,
             divided.records,
-            tuple(divided.striped.items()),
+            tuple(divided.spread.items()),
             tuple(divided.complete.items()),
         )
         try:

@@ -307,16 +307,16 @@ class Reducer(Pipeline):
         state = self.state.gather(self.network, to=to)
         return None if state is None else self._described(state)
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the tensors that differ between ranks left there.
 
-        The tensors of the state are empty memory; the stripes are the parts that this rank has.
+        The tensors of the state are empty memory; the spreads are the parts that this rank has.
         """
         self._settle()
         if self._sharded or self.recovers:  # ranks have been in other worlds
             self.state.know_all(self.network)
-        state, stripes = self.state.striped(self.network)
-        return self._described(state), stripes
+        state, spreads = self.state.spread(self.network)
+        return self._described(state), spreads
 
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
         strides = {name: list(found) for name, found in self.strides.items() if found is not None}

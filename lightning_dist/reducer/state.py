@@ -158,26 +158,26 @@ class ReducerState:
         Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
         network's device; each rank sends its parts alone. Call it between backward passes.
         """
-        state, spreads = self.striped(network, on_all=to != 0)
+        state, spreads = self.spread(network, on_all=to != 0)
         gather(spreads, network.state, device=network.device, to=to)
         return state if network.rank == to else None
 
-    def striped(
+    def spread(
         self, network: Network, *, on_all: bool = False
     ) -> tuple[dict[str, Any], list[Spread]]:
         """As :meth:`gather`, on every rank, with residuals and momenta left where they are.
 
-        Only factors are communicated. The stripes say what the tensors of the state stand for.
+        Only factors are communicated. The spreads say what the tensors of the state stand for.
         """
-        rows, stripes = network.rows, []
+        rows, spreads = network.rows, []
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
         for kind, name, held in self._in_order():
             shape = rows.count, held.numel
             whole = found[kind][name] = torch.empty(shape, dtype=held.dtype_of_row)
             begin = rows.own * held.numel
             own = tuple((begin + start, part) for start, part in held.of_row(first=rows.first))
-            stripes.append(Spread(whole, own))
-        return _gathered(found, self._factors_of_all(network, on_all=on_all)), stripes
+            spreads.append(Spread(whole, own))
+        return _gathered(found, self._factors_of_all(network, on_all=on_all)), spreads
 
     def know_all(self, network: Network) -> None:
         """Add the names that other ranks have, of which this one has no element. Collective."""

@@ -147,12 +147,12 @@ def saves(target: str, values: Tensor, parts: Cuts, ranks: int = 3) -> list[Any]
     for rank in range(ranks):
         whole = torch.full_like(values, torch.nan)
         own = [(start, values.flatten()[start : start + n]) for start, n, r in parts if r == rank]
-        striped = {whole.untyped_storage().data_ptr(): Spread(whole, tuple(reversed(own)))}
+        spreads = {whole.untyped_storage().data_ptr(): Spread(whole, tuple(reversed(own)))}
         content = pickled({"before": torch.ones(3), "whole": whole, "after": torch.ones(2)})
-        divided = plan(content, owned={}, overlap=False, striped=striped, rank=rank, ranks=ranks)
+        divided = plan(content, owned={}, overlap=False, spreads=spreads, rank=rank, ranks=ranks)
         save = SaveFolder(
             origin(ranks=ranks), target, divided.pieces, rank, divided.records,
-            tuple(divided.striped.items()), peer_timeout=20,
+            tuple(divided.spread.items()), peer_timeout=20,
         )  # fmt: skip
         made.append((save, filled(divided)))
     return made
@@ -186,12 +186,10 @@ def test_zeros_have_their_checksum(numel: int) -> None:
 
 
 def merged(
-    *placed: tuple[int, int], striped: int | None = None, complete: int | None = None
+    *placed: tuple[int, int], spread: int | None = None, complete: int | None = None
 ) -> tuple[Part, ...]:
     """``(start, bytes)`` of the parts of one record."""
-    gaps, whole = (
-        () if nbytes is None else (("data/0", nbytes),) for nbytes in (striped, complete)
-    )
+    gaps, whole = (() if nbytes is None else (("data/0", nbytes),) for nbytes in (spread, complete))
     save = SaveFolder(origin(), "x", (), 0, ("data/0",), gaps, whole)
     parts = tuple(("data/0", start, Part("f", start, n, 0)) for start, n in placed)
     return merge(save, [Receipt(parts=parts)]).records["data/0"]
@@ -202,7 +200,7 @@ def test_parts_come_in_any_order() -> None:
 
 
 def test_gaps_are_filled_where_they_may_be() -> None:
-    assert merged((2, 2), striped=9) == (zeros(2), Part("f", 2, 2, 0), zeros(5))
+    assert merged((2, 2), spread=9) == (zeros(2), Part("f", 2, 2, 0), zeros(5))
 
 
 def test_what_must_be_complete_may_be() -> None:
@@ -230,15 +228,15 @@ def test_parts_that_an_optimizer_owns_are_copied_later() -> None:
     """Of a sharded parameter, as of a whole one; a residual is copied at the trigger."""
     shard, residual = torch.ones(4), torch.ones(4)
     wholes = [torch.empty(8), torch.empty(8)]
-    striped = {
+    spreads = {
         whole.untyped_storage().data_ptr(): Spread(whole, ((4, part),), complete=part is shard)
         for whole, part in zip(wholes, (shard, residual), strict=True)
     }
     owned = {shard.untyped_storage().data_ptr(): shard}
-    divided = plan(pickled(wholes), owned=owned, overlap=True, striped=striped, rank=1, ranks=2)
+    divided = plan(pickled(wholes), owned=owned, overlap=True, spreads=spreads, rank=1, ranks=2)
     assert [run.piece.record for run in divided.later] == ["data/0"]
     assert [run.piece.record for run in divided.now] == ["data/1"]
-    assert (divided.complete, divided.striped) == ({"data/0": 32}, {"data/1": 32})
+    assert (divided.complete, divided.spread) == ({"data/0": 32}, {"data/1": 32})
 
 
 Kind = Literal["process", "thread"]

@@ -185,24 +185,24 @@ Seen = tuple[State | None, Saved]
 
 
 def states(reducer: Reducer) -> Seen:
-    """Gathered and striped."""
+    """Gathered and spread."""
     gathered = reducer.state_dict()
-    return gathered and through_a_file(gathered), copied(reducer.striped_state_dict())
+    return gathered and through_a_file(gathered), copied(reducer.spread_state_dict())
 
 
-def copied(striped: Saved) -> Saved:
-    state, stripes = striped
+def copied(spread: Saved) -> Saved:
+    state, spreads = spread
     return state, [
         Spread(each.whole, tuple((start, part.clone()) for start, part in each.own))
-        for each in stripes
+        for each in spreads
     ]
 
 
 def joined(of_ranks: list[Saved]) -> dict[str, Any]:
-    """The state of rank 0 with the stripes of all ranks where they belong."""
+    """The state of rank 0 with the spreads of all ranks where they belong."""
     state, first = of_ranks[0]
-    for index, stripes in enumerate(first):
-        flat = stripes.whole.flatten()
+    for index, spreads in enumerate(first):
+        flat = spreads.whole.flatten()
         flat.zero_()
         taken = torch.zeros_like(flat, dtype=torch.bool)
         for _, of_rank in of_ranks:
@@ -210,7 +210,7 @@ def joined(of_ranks: list[Saved]) -> dict[str, Any]:
                 assert not taken[start : start + part.numel()].any(), "two ranks have the same"
                 taken[start : start + part.numel()] = True
                 flat[start : start + part.numel()] = part
-        stripes.whole.copy_(flat.view_as(stripes.whole))
+        spreads.whole.copy_(flat.view_as(spreads.whole))
     return state
 
 
@@ -224,7 +224,7 @@ def flattened(value: Any) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @on_threads("layout")
-def test_stripes_of_all_ranks_are_the_gathered_state(rank: Rank, layout: Layout) -> None:
+def test_spreads_of_all_ranks_are_the_gathered_state(rank: Rank, layout: Layout) -> None:
     """Before a step, after two and just loaded; every rank describes the same tensors."""
     for codec in STRIPED:
         with compressed(rank, Fed(), codec, **SETTINGS, **layout.form) as (model, reducer):
@@ -240,7 +240,7 @@ def test_stripes_of_all_ranks_are_the_gathered_state(rank: Rank, layout: Layout)
         assert all(of_rank == described[0] for of_rank in described), codec
         for moment, seen in enumerate((before, after, loaded)):
             gathered = seen[0][0]
-            together = joined([striped for _, striped in seen])
+            together = joined([spread for _, spread in seen])
             assert flattened(together) == flattened(gathered), (codec, moment)
             if moment and codec == "int8":
                 assert any(part.abs().sum() > 0 for part in gathered["residuals"].values())

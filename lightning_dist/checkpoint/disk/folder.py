@@ -256,7 +256,7 @@ def merge(save: SaveFolder, receipts: list[Receipt]) -> Manifest:
     for receipt in receipts:
         for record, start, part in receipt.parts:
             placed[record].append((start, part))
-    gaps, sizes = dict(save.striped), dict(save.complete)
+    gaps, sizes = dict(save.spread), dict(save.complete)
     return Manifest(
         save.origin,
         tuple(file for receipt in receipts for file in receipt.files),

@@ -41,7 +41,7 @@ class SaveFolder(Save):
     rank: int
     records: tuple[str, ...] = ()
     """Names of all records, in the order of the archive."""
-    striped: tuple[tuple[str, int], ...] = ()
+    spread: tuple[tuple[str, int], ...] = ()
     """``(record, bytes)`` of those that may have gaps, which are zeros."""
     complete: tuple[tuple[str, int], ...] = ()
     """The same of those of which ranks write parts that leave no gaps."""

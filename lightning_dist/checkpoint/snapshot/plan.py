@@ -45,10 +45,10 @@ class Plan:
     nbytes: int
     records: tuple[str, ...]
     """All records of the checkpoint, of all ranks, in the order of the archive."""
-    striped: Mapping[str, int]
-    """Those that are striped and may have gaps, with their bytes."""
+    spread: Mapping[str, int]
+    """Those that are spread and may have gaps, with their bytes."""
     complete: Mapping[str, int]
-    """Those that are striped and may have none."""
+    """Those that are spread and may have none."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -88,14 +88,14 @@ def plan(
     *,
     owned: Owned,
     overlap: bool,
-    striped: Mapping[int, Spread] = MappingProxyType({}),
+    spreads: Mapping[int, Spread] = MappingProxyType({}),
     rank: int = 0,
     ranks: int = 1,
 ) -> Plan:
     """Divide a checkpoint.
 
     With several ranks, what the optimizers own is alike on all of them: each takes a run of equal
-    length of all that, in the order of the archive. Of what is striped each takes what it has. The
+    length of all that, in the order of the archive. Of what is spread each takes what it has. The
     rest differs from rank to rank (buffers, random states, the pickle itself); there rank 0 speaks
     for all, as in every DDP checkpoint.
     """
@@ -120,8 +120,8 @@ def plan(
                 constants.append((place(record, len(content)), content))
             continue
         address, nbytes = content.data_ptr(), content.nbytes()
-        if address in striped:
-            for start, part in striped[address].runs():
+        if address in spreads:
+            for start, part in spreads[address].runs():
                 assert part.is_contiguous()
                 first = int(part.storage_offset()) * part.element_size()
                 run = Run(part.untyped_storage(), first, place(record, part.nbytes, start))
@@ -137,7 +137,7 @@ def plan(
             now.append(Run(content, 0, place(record, nbytes)))
     sizes: dict[bool, dict[str, int]] = {True: {}, False: {}}
     for key, storage in enumerate(pickled.storages):
-        if (found := striped.get(storage.data_ptr())) is not None:
+        if (found := spreads.get(storage.data_ptr())) is not None:
             sizes[found.complete][f"data/{key}"] = storage.nbytes()
     return Plan(
         tuple(constants),
@@ -145,7 +145,7 @@ def plan(
         tuple(later),
         used,
         tuple(_contents(pickled)),
-        striped=sizes[False],
+        spread=sizes[False],
         complete=sizes[True],
     )
 
@@ -156,10 +156,10 @@ def _contents(pickled: Pickled) -> dict[str, bytes | torch.UntypedStorage]:
 
 
 def shape_of(
-    pickled: Pickled, owned: Owned, striped: Mapping[int, Spread] = MappingProxyType({})
+    pickled: Pickled, owned: Owned, spreads: Mapping[int, Spread] = MappingProxyType({})
 ) -> int:
     """A number that is equal on all ranks if they would divide the checkpoint alike."""
     storages = [(key, s.data_ptr(), s.nbytes()) for key, s in enumerate(pickled.storages)]
     shared = [(key, nbytes) for key, address, nbytes in storages if address in owned]
-    apart = [(key, nbytes) for key, address, nbytes in storages if address in striped]
+    apart = [(key, nbytes) for key, address, nbytes in storages if address in spreads]
     return zlib.crc32(repr((shared, apart)).encode())

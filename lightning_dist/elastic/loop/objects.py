@@ -129,19 +129,19 @@ class Objects:
         updates = next(of, None) if isinstance(inside, nn.Module) else None
         return inside.state_dict() if updates is None else updates.anchor_state_dict()
 
-    def state_dict(self, *, leader: int = 0, striped: list[Spread] | None = None) -> dict[str, Any]:
+    def state_dict(self, *, leader: int = 0, spreads: list[Spread] | None = None) -> dict[str, Any]:
         """Collective. Residuals are on rank ``leader`` only.
 
         Args:
-            striped: of a sharded checkpoint, to which residuals are added that each rank keeps.
+            spreads: of a sharded checkpoint, to which residuals are added that each rank keeps.
         """
         reducers: list[Any] = []
         for reducer in self._reducers:
-            if striped is None:
+            if spreads is None:
                 reducers.append(reducer.state_dict(to=leader))
                 continue
-            state, stripes = reducer.striped_state_dict()
-            striped += stripes
+            state, found = reducer.spread_state_dict()
+            spreads += found
             reducers.append(state)
         return {"objects": self.states(), "reducers": reducers}
 

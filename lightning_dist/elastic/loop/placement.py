@@ -245,13 +245,13 @@ class LoopPlacement(RecoverablePlacement):
         checkpointer = self.session.retention.checkpointer
         place = self.session.describe(rng=self.generators.capture())
         leader, sharded = self.session.members.ranks.leader, self._settings.saving.sharded
-        striped: list[Spread] = []
-        objects = self.objects.state_dict(leader=leader, striped=striped if sharded else None)
+        spreads: list[Spread] = []
+        objects = self.objects.state_dict(leader=leader, spreads=spreads if sharded else None)
 
         def save() -> None:
             if checkpointer is not None:
                 state = {KEY: place, **objects}
-                checkpointer.save(state, path, step=self.steps, sharded=sharded, striped=striped)
+                checkpointer.save(state, path, step=self.steps, sharded=sharded, spreads=spreads)
 
         self.session.members.ranks.on_each(save)
 

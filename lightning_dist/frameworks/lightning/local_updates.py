@@ -143,8 +143,8 @@ class LocalSteps(LocalUpdateArguments, CompressingStrategy):
                 checkpoint[LOCAL_KEY] = state
             return
 
-        checkpoint[LOCAL_KEY], stripes = self._states.striped_state_dict()
-        io.striped += stripes
+        checkpoint[LOCAL_KEY], found = self._states.spread_state_dict()
+        io.spreads += found
         # Of the first worker for other strategies; the same tensors: a worker's are its own.
         checkpoint["optimizer_states"] = checkpoint[LOCAL_KEY]["workers"][0]["optimizer_states"]
 

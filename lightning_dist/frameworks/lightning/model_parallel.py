@@ -84,7 +84,7 @@ class CompressedModelParallelStrategy(CompressingStrategy, ModelParallelArgument
     def _add_state(self, checkpoint: dict[str, Any], io: CheckpointerIO | None) -> None:
         owner = self._exchange
         if owner is not None:
-            state = owner.state_dict() if io is None else io.striped_state_of(owner)
+            state = owner.state_dict() if io is None else io.spread_state_of(owner)
             if state is not None:
                 checkpoint[CHECKPOINT_KEY] = state
 

@@ -132,7 +132,7 @@ class CompressedDDPStrategy(
     def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
         if not isinstance(io, CheckpointerIO) or not io.sharded:
             return self.meet(lambda: reducer.state_dict(to=self._leader))
-        return io.striped_state_of(reducer)
+        return io.spread_state_of(reducer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

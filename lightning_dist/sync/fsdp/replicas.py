@@ -120,12 +120,12 @@ class ShardedGradients:
         """
         return self.tensor_parts.gathered(self.reducer.state_dict())
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the rows left there. Collective.
 
-        The tensors of the state are empty memory; the stripes are the parts that this rank has.
+        The tensors of the state are empty memory; the spreads are the parts that this rank has.
         """
-        return self.tensor_parts.striped(*self.reducer.striped_state_dict())
+        return self.tensor_parts.spread(*self.reducer.spread_state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh."""

@@ -169,27 +169,27 @@ class CompressedShards:
         ``{parameter name: [scales, codes]}`` with a row of every rank: ranks times ``memory()``
         bytes on the CPU of the first rank. A sharded checkpoint leaves each row on its rank.
         """
-        state, stripes = self.striped_state_dict()
-        gather(stripes, Channel(self.group), device=self.device)
+        state, spreads = self.spread_state_dict()
+        gather(spreads, Channel(self.group), device=self.device)
         return state if self.group.rank() == 0 else None
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the errors left on their ranks.
 
-        The tensors of the state are empty memory; the stripes are the parts that this rank has.
+        The tensors of the state are empty memory; the spreads are the parts that this rank has.
         """
         state: dict[str, Any] = {"steps": {n: each.step for n, each in self._reductions.items()}}
-        size, stripes = self.group.size(), []
+        size, spreads = self.group.size(), []
         for name, (_, errors) in self._errors.items():
             for held in errors:
                 whole = torch.empty(size, *held.shape, dtype=held.dtype)
                 starts = range(self.group.rank() * held.numel(), whole.numel(), held[0].numel())
                 own = tuple(zip(starts, map(torch.flatten, held), strict=False))
-                stripes.append(Spread(whole, own))
+                spreads.append(Spread(whole, own))
                 state.setdefault("errors", {}).setdefault(name, []).append(whole)
-        if stripes:
+        if spreads:
             state |= {"world_size": size, "rows": list(range(size))}
-        return state, stripes
+        return state, spreads
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.

@@ -112,19 +112,19 @@ class TensorParts:
         if self._group is None or state is None:
             return state
         parts = [Spread(rows, ((0, rows.view(-1)),)) for _, _, rows in _rows_of(state)]
-        whole, spreads = self.striped(state, parts)
+        whole, spreads = self.spread(state, parts)
         device = next(iter(self._parameters.values())).device
         gather(spreads, Channel(self._group), device=device)
         return whole if self._group.rank() == 0 else None
 
-    def striped(
-        self, state: dict[str, Any], stripes: Sequence[Spread]
+    def spread(
+        self, state: dict[str, Any], spreads: Sequence[Spread]
     ) -> tuple[dict[str, Any], list[Spread]]:
         """As :meth:`gathered`, on every rank, with rows left where they are. Collective."""
         if self._group is None:
-            return state, [*stripes]
+            return state, [*spreads]
         held = {(kind, name): rows for kind, name, rows in _rows_of(state)}
-        own = {id(each.whole): each.own for each in stripes}
+        own = {id(each.whole): each.own for each in spreads}
         wholes = {
             key: (len(rows), self.part(key[1], numel=rows.shape[1]).whole, rows.dtype)
             for key, rows in held.items()

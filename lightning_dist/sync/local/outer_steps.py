@@ -295,21 +295,21 @@ class LocalUpdates:
         Parameters and optimizers differ between workers inside a window: each saves its own. Of a
         sharded model the state has whole parameters, and any number of shards loads it.
         """
-        network, (state, spreads) = self.reducer.network, self.striped_state_dict()
+        network, (state, spreads) = self.reducer.network, self.spread_state_dict()
         gather(spreads, network.state, device=network.device)
         return None if network.rank else state
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with residuals and shards left there. Collective.
 
-        They are empty memory in the state; the stripes say which part of each this rank has.
+        They are empty memory in the state; the spreads say which part of each this rank has.
         """
         state = self._shared_state()
-        state["residuals"], stripes = self.reducer.striped_state_dict()
+        state["residuals"], spreads = self.reducer.spread_state_dict()
         if self._of_shards is not None:
-            state, of_shards = self._of_shards.striped(state)
-            stripes = [*stripes, *of_shards]
-        return state, stripes
+            state, of_shards = self._of_shards.spread(state)
+            spreads = [*spreads, *of_shards]
+        return state, spreads
 
     def _shared_state(self) -> dict[str, Any]:
         """All of the state but residuals. Collective."""

@@ -54,9 +54,9 @@ class ShardedWorkerStates(WorkerStates):
         return super()._own()
 
     @override
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         network, (worker, place, _) = self._updates.reducer.network, self._place
-        shared, stripes = self._updates.striped_state_dict()
+        shared, spreads = self._updates.spread_state_dict()
         own = self._own()
         buffers = own.pop("buffers")
         of_this = ((worker, place), described({"own": own, "buffers": buffers}))
@@ -66,12 +66,12 @@ class ShardedWorkerStates(WorkerStates):
         for (of_worker, number), found in sorted(ranks, key=lambda each: each[0]):
             if number == 0:
                 held = own if of_worker == worker else None
-                whole = placed(found["own"], held, stripes, alone=place == 0)
+                whole = placed(found["own"], held, spreads, alone=place == 0)
                 workers.append({**whole, "buffers": []})
             is_own = (of_worker, number) == (worker, place)
-            of_rank = placed(found["buffers"], buffers if is_own else None, stripes)
+            of_rank = placed(found["buffers"], buffers if is_own else None, spreads)
             workers[-1]["buffers"].append(of_rank)
-        return {"shared": shared, "workers": workers}, stripes
+        return {"shared": shared, "workers": workers}, spreads
 
     @override
     def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> dict[str, Any]:

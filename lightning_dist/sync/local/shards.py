@@ -145,13 +145,13 @@ class OuterState:
     shards: WorkerShards
     anchor: Anchor
 
-    def striped(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Spread]]:
+    def spread(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Spread]]:
         """``state`` with whole parameters on every rank, and shards left where they are.
 
-        The workers have the same ones, and an equal share of them each in the stripes.
+        The workers have the same ones, and an equal share of them each in the spreads.
         """
         self._require_shapes(state)
-        stripes: list[Spread] = []
+        spreads: list[Spread] = []
         share, of = self.shards.between.rank, self.shards.between.world_size
 
         def runs(part: ParameterSlice, own: Tensor, *, before: int = 0) -> list[tuple[int, Tensor]]:
@@ -161,7 +161,7 @@ class OuterState:
         def placed(own: Tensor, part: ParameterSlice) -> Tensor:
             rows = part.whole // max(1, prod(part.shape[1:]))
             whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype)
-            stripes.append(Spread(whole, tuple(runs(part, own))))
+            spreads.append(Spread(whole, tuple(runs(part, own))))
             return whole
 
         changed = self._changed(state, placed)
@@ -172,8 +172,8 @@ class OuterState:
                 own += runs(part, part.of(mean), before=before)
                 before += part.whole
             exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype)}
-            stripes.append(Spread(exchange["mean"], tuple(own)))
-        return {**state, **changed, "exchange": exchange}, stripes
+            spreads.append(Spread(exchange["mean"], tuple(own)))
+        return {**state, **changed, "exchange": exchange}, spreads
 
     def own(self, state: Mapping[str, Any], *, rows: Rows, read: Read) -> dict[str, Any]:
         """This rank's part of a state with whole parameters.

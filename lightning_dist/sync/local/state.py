@@ -63,26 +63,26 @@ class WorkerStates:
 
         Every worker sends its own to rank 0.
         """
-        network, (state, spreads) = self._updates.reducer.network, self.striped_state_dict()
+        network, (state, spreads) = self._updates.reducer.network, self.spread_state_dict()
         gather(spreads, network.state, device=network.device)
         return None if network.rank else state
 
-    def striped_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the tensors of each worker left where they are.
 
-        They are empty memory in the state; the stripes say which of them this rank has. Only their
+        They are empty memory in the state; the spreads say which of them this rank has. Only their
         shapes and what is no tensor are communicated.
         """
         network = self._updates.reducer.network
-        shared, stripes = self._updates.striped_state_dict()
+        shared, spreads = self._updates.spread_state_dict()
         own = self._own()
         of_ranks: list[Any] = [None] * network.world_size
         dist.all_gather_object(of_ranks, described(own), group=network.data.group)
         workers = [
-            placed(each, own if rank == network.rank else None, stripes)
+            placed(each, own if rank == network.rank else None, spreads)
             for rank, each in enumerate(of_ranks)
         ]
-        return {"shared": shared, "workers": workers}, stripes
+        return {"shared": shared, "workers": workers}, spreads
 
     def _own(self) -> dict[str, Any]:
         own = {
@@ -135,8 +135,8 @@ def described(tree: Any) -> Any:
     return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"), tree)
 
 
-def placed(tree: Any, own: Any, stripes: list[Spread], *, alone: bool = True) -> Any:
-    """Empty memory for what is ``described``, with what this rank has of it in ``stripes``.
+def placed(tree: Any, own: Any, spreads: list[Spread], *, alone: bool = True) -> Any:
+    """Empty memory for what is ``described``, with what this rank has of it in ``spreads``.
 
     Args:
         own: what was described, on the rank that has it; None elsewhere.
@@ -148,7 +148,7 @@ def placed(tree: Any, own: Any, stripes: list[Spread], *, alone: bool = True) ->
 
     def empty(like: Tensor) -> Tensor:
         whole = torch.empty(like.shape, dtype=like.dtype)
-        stripes.append(Spread(whole, () if own is None else _runs(next(held), alone=alone)))
+        spreads.append(Spread(whole, () if own is None else _runs(next(held), alone=alone)))
         return whole
 
     return map_tensors(empty, tree)

@@ -355,7 +355,7 @@ def test_post_local_sgd_is_ddp_until_it_starts(world: World) -> None:
     for _ in range(4):
         worker.train(1)
         # What is validated, saved and given to newcomers before the first local step.
-        state, _ = worker.updates.striped_state_dict()
+        state, _ = worker.updates.spread_state_dict()
         with worker.updates.anchor_weights():
             require_same(worker.weights(), [*state["anchor"].values()])
         require_same(worker.weights(), [*worker.updates.anchor_state_dict().values()])

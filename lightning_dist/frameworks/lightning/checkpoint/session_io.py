@@ -25,7 +25,7 @@ class CheckpointerIO(TorchCheckpointIO):
         checkpointer: None on ranks that do not write.
         step: optimizer steps so far.
         sharded: see :meth:`.Checkpointer.save`. Then a strategy may add tensors of which each rank
-            has a part to ``striped``, and leave them where they are.
+            has a part to ``spreads``, and leave them where they are.
         resumable: whether a training can go on from it.
     """
 
@@ -34,13 +34,13 @@ class CheckpointerIO(TorchCheckpointIO):
     ) -> None:
         self._checkpointer = checkpointer
         self._step, self.sharded, self._resumable = step, sharded, resumable
-        self.striped: list[Spread] = []
+        self.spreads: list[Spread] = []
 
-    def striped_state_of(self, owner: Reducer | ShardedExchange) -> dict[str, Any]:
+    def spread_state_of(self, owner: Reducer | ShardedExchange) -> dict[str, Any]:
         """State for a sharded save: each rank keeps its own rows of it."""
 
-        state, stripes = owner.striped_state_dict()
-        self.striped += stripes
+        state, found = owner.spread_state_dict()
+        self.spreads += found
         return state
 
     @override
@@ -54,6 +54,6 @@ class CheckpointerIO(TorchCheckpointIO):
             target,
             step=self._step,
             sharded=self.sharded,
-            striped=self.striped,
+            spreads=self.spreads,
             resumable=self._resumable,
         )

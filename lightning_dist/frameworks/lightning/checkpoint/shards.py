@@ -42,9 +42,9 @@ def leave_shards(
     for optimizer in optimizers:
         require_alike(optimizer, remedy="use an optimizer such as AdamW, or ModelCheckpoint")
     sharded = {key: checkpoint[key] for key in _SHARDED if key in checkpoint}
-    whole, striped = without_shards(sharded, mesh)
+    whole, found = without_shards(sharded, mesh)
     checkpoint.update(whole)
-    io.striped += striped
+    io.spreads += found
 
 
 def load_shards(
