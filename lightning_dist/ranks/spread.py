@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +36,20 @@ class Spread:
         """The parts with the byte at which they start, in order."""
         size = self.whole.element_size()
         return [(start * size, part) for start, part in sorted(self.own, key=lambda own: own[0])]
+
+
+Read: TypeAlias = Callable[[Tensor, int, int], Tensor]
+"""``read(whole, start, numel)`` gives these elements, flat; of a tensor in a file only these."""
+
+
+def run_of(whole: Tensor, start: int, numel: int) -> Tensor:
+    """The same of a tensor in memory."""
+    return whole.reshape(-1)[start : start + numel]
+
+
+def read_whole(tensor: Tensor, read: Read = run_of) -> Tensor:
+    """A tensor that may be in a file, where it is on ``"meta"``."""
+    return read(tensor, 0, tensor.numel()).view(tensor.shape) if tensor.is_meta else tensor
 
 
 def gather(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -22,6 +21,7 @@ from lightning_dist.sync.fsdp.attach import ShardedExchange
 from lightning_dist.sync.fsdp.replicas import ShardedGradients
 
 if TYPE_CHECKING:
+    from lightning_dist.checkpoint.snapshot.shards import LazyState
     from lightning_dist.frameworks.lightning.checkpoint.shards import TakesOwnPart
 
 log = get_logger(__name__)
@@ -91,9 +91,15 @@ class CompressedModelParallelStrategy(CompressingStrategy, ModelParallelArgument
     @property
     @override
     def _own_parts(self) -> Mapping[str, TakesOwnPart]:
-        from lightning_dist.frameworks.lightning.checkpoint.shards import own_rows
+        exchange = self._exchange
+        if exchange is None:
+            return {CHECKPOINT_KEY: lambda state, lazy: {}}
 
-        return {CHECKPOINT_KEY: partial(own_rows, exchange=self._exchange)}
+        def own(state: Any, lazy: LazyState) -> Any:
+            is_ours = isinstance(state, Mapping)
+            return exchange.own_state(state, read=lazy.run) if is_ours else lazy.whole(state)
+
+        return {CHECKPOINT_KEY: own}
 
     @override
     def load_checkpoint(

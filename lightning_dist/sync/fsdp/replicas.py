@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.base.accelerator import is_accelerator
-from lightning_dist.base.private import name_before_compile
+from lightning_dist.base.private import map_tensors, name_before_compile
 from lightning_dist.ranks import Topology
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.spread import Read, Spread, read_whole, run_of
+from lightning_dist.reducer.parts import Held
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
@@ -25,7 +26,7 @@ from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.sync.fsdp.backward import BackwardEnd
 from lightning_dist.sync.fsdp.checks import ParameterGroup
 from lightning_dist.sync.fsdp.private import runs_after_accumulation
-from lightning_dist.sync.fsdp.tensor_parts import TensorParts
+from lightning_dist.sync.fsdp.tensor_parts import ROWS, TensorPart, TensorParts
 from lightning_dist.sync.trained import flags_of
 
 _ZEROS_FOR_UNUSED = (
@@ -126,6 +127,35 @@ class ShardedGradients:
         The tensors of the state are empty memory; the spreads are the parts that this rank has.
         """
         return self.tensor_parts.spread(*self.reducer.spread_state_dict())
+
+    def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> dict[str, Any]:
+        """:meth:`state_dict` with this rank's part of its replica's row, or of the mean of all.
+
+        Args:
+            read: gives a part of a tensor of ``state``, which may be in a file.
+        """
+        return {
+            key: {name: self._held(saved, name, read) for name, saved in part.items()}
+            if key in ROWS
+            else map_tensors(partial(read_whole, read=read), part)
+            for key, part in state.items()
+            if key not in ("errors", "rows")  # of shards over all ranks
+        }
+
+    def _held(self, saved: Tensor, name: str, read: Read) -> Held:
+        (count, whole), rows = saved.shape, self.reducer.network.rows
+        part = self.tensor_parts.part(name, numel=whole)
+        if part.whole != whole:  # of another model, which the reducer refuses
+            part = TensorPart(1, whole, whole)
+        start, numel = self.parts.get(name, (None, part.numel))  # all of it if it is frozen here
+        taken = [rows.own] if count == rows.count else range(count)
+        places = [*part.runs(start or 0, numel)] or [(0, 0, 0)]
+        found = [
+            torch.cat([read(saved, row * whole + at, length) for at, _, length in places])
+            for row in taken
+        ]
+        loaded = sum(found[1:], found[0]) / len(found)
+        return Held(part.numel, saved.dtype, loaded=loaded, start=start)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh."""

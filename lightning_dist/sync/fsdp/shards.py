@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.log import get_logger
-from lightning_dist.base.private import name_before_compile
+from lightning_dist.base.private import map_tensors, name_before_compile
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import RoundedError, State
@@ -23,7 +23,7 @@ from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.ranks import Topology, host_name
 from lightning_dist.ranks.channel import Channel, Watch
 from lightning_dist.ranks.facts import all_facts, require_equal
-from lightning_dist.ranks.spread import Spread, gather
+from lightning_dist.ranks.spread import Read, Spread, gather, read_whole, run_of
 from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.rows import (
     RowGather,
@@ -39,6 +39,7 @@ from lightning_dist.settings.sharded import ShardedSettings
 from lightning_dist.sync.fsdp.backward import BackwardEnd
 from lightning_dist.sync.fsdp.checks import ParameterGroup
 from lightning_dist.sync.fsdp.private import collectives_of, parameter_groups_of
+from lightning_dist.sync.fsdp.tensor_parts import ROWS
 from lightning_dist.sync.trained import flags_of
 
 log = get_logger(__name__)
@@ -191,6 +192,25 @@ class CompressedShards:
             state |= {"world_size": size, "rows": list(range(size))}
         return state, spreads
 
+    def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> dict[str, Any]:
+        """:meth:`state_dict` with the rows that this rank loads: whole ones.
+
+        Args:
+            read: gives a part of a tensor of ``state``, which may be in a file.
+        """
+        found = {
+            key: map_tensors(partial(read_whole, read=read), part)
+            for key, part in state.items()
+            if key not in (*ROWS, "errors")  # of replicas
+        }
+        if "errors" in state:
+            found["rows"] = rows = state["rows"][self.group.rank() :: self.group.size()]
+            found["errors"] = {
+                name: [[_row(kind, row, read) for row in rows] for kind in each]
+                for name, each in state["errors"].items()
+            }
+        return found
+
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
 
@@ -282,6 +302,11 @@ class CompressedShards:
             return
         for each in every:
             each.fuse(self.device)
+
+
+def _row(saved: Tensor, row: int, read: Read) -> Tensor:
+    numel = saved[0].numel()
+    return read(saved, row * numel, numel).view(saved.shape[1:])
 
 
 def _by_parameter(

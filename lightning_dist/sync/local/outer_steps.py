@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import name_before_compile
 from lightning_dist.exchange.replicate import replicate
-from lightning_dist.ranks.spread import Spread, gather
+from lightning_dist.ranks.spread import Read, Spread, gather, run_of
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.reducer import Reducer
@@ -36,9 +36,7 @@ from lightning_dist.sync.local.fragments import own_part
 from lightning_dist.sync.local.pseudo_gradients import Exchange, PseudoGradients
 from lightning_dist.sync.local.shards import (
     OuterState,
-    Read,
     WorkerShards,
-    run_of,
 )
 from lightning_dist.sync.rules import require_effect
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.base.private import map_tensors
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.spread import Read, Spread, read_whole, run_of
 from lightning_dist.sync.fsdp.checks import require_alike
 from lightning_dist.sync.fsdp.replicas import local_of
-from lightning_dist.sync.local.shards import Read, run_of
 from lightning_dist.sync.local.state import (
     WorkerStates,
     described,
@@ -99,7 +99,7 @@ class ShardedWorkerStates(WorkerStates):
             saved = own["parameters"]
             trained = self._updates.trained
             found["parameters"] = {n: _part(saved[n], trained[n], read) for n in saved}
-        rest: dict[str, Any] = _read_rest(found, read)
+        rest: dict[str, Any] = map_tensors(partial(read_whole, read=read), found)
         return rest
 
 
@@ -139,7 +139,7 @@ def _of_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, read: Read) ->
 def _for_ranks(state: Mapping[str, Any], size: int, read: Read) -> Mapping[str, Any]:
     """State shared by the workers, with sample counts for ``size`` ranks per worker."""
     shared, count = state["shared"], len(state["workers"])
-    samples = _read_rest(shared["samples"], read)
+    samples = map_tensors(partial(read_whole, read=read), shared["samples"])
     rows = samples["workers"]
     before = len(rows) // count
     if before != size:  # a worker's ranks follow each other
@@ -147,12 +147,3 @@ def _for_ranks(state: Mapping[str, Any], size: int, read: Read) -> Mapping[str, 
         usual = samples["usual"] * before / size
         samples = {"workers": of_workers.repeat_interleave(size, 0), "usual": usual}
     return {**shared, "samples": samples}
-
-
-def _read_rest(tree: Any, read: Read) -> Any:
-    """``tree`` with the tensors in it read that are in a file still."""
-
-    def whole(tensor: Tensor) -> Tensor:
-        return read(tensor, 0, tensor.numel()).view(tensor.shape) if tensor.is_meta else tensor
-
-    return map_tensors(whole, tree)

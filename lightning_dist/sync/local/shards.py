@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.facts import all_facts
 from lightning_dist.ranks.levels import Nodes
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.spread import Read, Spread
 from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.parts import Held
 from lightning_dist.reducer.plan.slices import ParameterSlice
@@ -122,15 +122,6 @@ class WorkerShards:
         self._inside.all_reduce(totals).wait()
         found: list[float] = totals.tolist()
         return found
-
-
-Read: TypeAlias = Callable[[Tensor, int, int], Tensor]
-"""``read(whole, start, numel)`` gives these elements, flat; of a tensor in a file only these."""
-
-
-def run_of(whole: Tensor, start: int, numel: int) -> Tensor:
-    """The same of a tensor in memory."""
-    return whole.reshape(-1)[start : start + numel]
 
 
 @dataclass(frozen=True)

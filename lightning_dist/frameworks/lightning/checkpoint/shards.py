@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,12 +15,7 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.snapshot.shards import LazyState, load_lazily, without_shards
 from lightning_dist.frameworks.lightning.checkpoint.resume import require_same_model
 from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.reducer.parts import Held
-from lightning_dist.sync.fsdp.attach import ShardedExchange
 from lightning_dist.sync.fsdp.checks import require_alike
-from lightning_dist.sync.fsdp.replicas import ShardedGradients
-from lightning_dist.sync.fsdp.shards import CompressedShards
-from lightning_dist.sync.fsdp.tensor_parts import ROWS, TensorPart
 
 _SHARDED = ("state_dict", "optimizer_states")
 TakesOwnPart: TypeAlias = Callable[[Any, LazyState], Any]
@@ -74,56 +68,6 @@ def load_shards(
         added = {key: checkpoint.pop(key) for key in own_parts if key in checkpoint}
         whole: dict[str, Any] = lazy.whole(checkpoint)
         return whole | {key: own_parts[key](value, lazy) for key, value in added.items()}
-
-
-def own_rows(value: Any, lazy: LazyState, *, exchange: ShardedExchange | None) -> Any:
-    """The state of a reducer, with this rank's part of its replica's row or of the mean of all.
-
-    Of errors of shards a rank takes whole rows, see :meth:`.CompressedShards.load_state_dict`.
-
-    Args:
-        exchange: what the residuals are for; None where there are none.
-    """
-    if not isinstance(value, dict):
-        return lazy.whole(value)
-    found: dict[str, Any] = {}
-    for key, part in value.items():
-        if key in ROWS:
-            if isinstance(exchange, ShardedGradients):
-                found[key] = {
-                    name: _held(each, name, exchange, lazy) for name, each in part.items()
-                }
-        elif key == "errors":
-            if isinstance(exchange, CompressedShards):
-                ranks = exchange.group
-                found["rows"] = rows = value["rows"][ranks.rank() :: ranks.size()]
-                found[key] = {
-                    name: [[_row(kind, row, lazy) for row in rows] for kind in each]
-                    for name, each in part.items()
-                }
-        elif key != "rows":
-            found[key] = lazy.whole(part)
-    return found
-
-
-def _row(saved: Tensor, row: int, lazy: LazyState) -> Tensor:
-    numel = saved[0].numel()
-    return lazy.run(saved, row * numel, numel).view(saved.shape[1:])
-
-
-def _held(saved: Tensor, name: str, exchange: ShardedGradients, lazy: LazyState) -> Held:
-    (count, whole), rows = saved.shape, exchange.reducer.network.rows
-    part = exchange.tensor_parts.part(name, numel=whole)
-    if part.whole != whole:  # of another model, which the reducer refuses
-        part = TensorPart(1, whole, whole)
-    start, numel = exchange.parts.get(name, (None, part.numel))  # all of it if it is frozen here
-    taken = [rows.own] if count == rows.count else range(count)
-    places = [*part.runs(start or 0, numel)] or [(0, 0, 0)]
-    read = [
-        torch.cat([lazy.run(saved, row * whole + at, length) for at, _, length in places])
-        for row in taken
-    ]
-    return Held(part.numel, saved.dtype, loaded=sum(read[1:], read[0]) / len(read), start=start)
 
 
 def _load_module(
