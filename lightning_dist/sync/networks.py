@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.private import new_group, timeout_of
 from lightning_dist.ranks import Topology, host_name
 from lightning_dist.ranks.channel import Channel, WaitLimit
@@ -113,11 +112,12 @@ def _connected(network: Network) -> Network:
     """``network``, whose groups have communicated once. Collective among the ranks of each.
 
     NCCL makes a communicator in the first collective of a group: in the middle of a backward pass,
-    which would wait for it, and for ranks that are not there yet.
+    which would wait for it, and for ranks that are not there yet. With gloo each pair of ranks is
+    connected by its two ends on their own: one that gives the group up at once, as after an error,
+    would close what the other is still waiting for.
     """
-    if is_accelerator(network.device):
-        for channel in network.channels:
-            channel.all_reduce(torch.zeros(1, device=network.device)).wait()
+    for channel in network.channels:
+        channel.all_reduce(torch.zeros(1, device=network.device)).wait()
     return network
 
 

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from messages import message
 from needs import needs
 from threads import on_threads
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
@@ -294,6 +296,28 @@ def test_every_rank_has_the_mean_in_groups_that_torch_makes() -> None:
         reducer.close()
         assert module.weight.grad is not None
         assert (module.weight.grad == 1.5).all(), settings
+
+
+@needs(ORDERED_GROUPS)
+@pytest.mark.on_ranks(4)
+def test_no_rank_goes_on_before_all_have_their_groups() -> None:
+    """It could give them up at once, and close what another one is connecting to."""
+    world, store = dist.group.WORLD, _get_default_store()
+    assert world is not None
+    make = networks._new_group
+
+    def late(like: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = make(like, ranks)
+        if tuple(ranks) == (1, 3) and dist.get_rank() == 3:
+            with pytest.raises(dist.DistStoreError):
+                store.wait(["another rank has gone on"], timedelta(seconds=0.3))
+        return group
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(networks, "_new_group", late)
+        settings = ExchangeSettings("none", ranks_per_node=2)
+        networks.network_over(world, settings, device=torch.device("cpu"), facts={})
+    store.set("another rank has gone on", "")
 
 
 @pytest.fixture
