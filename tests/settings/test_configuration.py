@@ -304,6 +304,24 @@ def test_every_signature_has_the_settings_of_its_family(
         assert f"{name}: {each.meaning}" in text
 
 
+def test_settings_may_be_given_as_one_object() -> None:
+    settings = ExchangeSettings("int4", start_step=3)
+    assert lightning_dist.CompressedDDPStrategy(settings)._settings is settings
+    with pytest.raises(ValueError, match="settings as one object, and delay beside it"):
+        lightning_dist.CompressedDDPStrategy(settings, delay=1)
+
+
+def test_defaults_of_other_families_may_be_given_and_values_may_not() -> None:
+    strategy = lightning_dist.LocalUpdateStrategy("streaming", delay=0, commit="auto")
+    assert strategy._settings.fragments == 4
+    with pytest.raises(ValueError, match=r"commit is a setting of DDP .* no step to undo"):
+        lightning_dist.LocalUpdateStrategy(commit="deferred")
+    with pytest.raises(
+        ValueError, match=r"method is a setting of local updates .* give method= to"
+    ):
+        lightning_dist.CompressedDDPStrategy(method="diloco")
+
+
 def test_defaults_are_values_of_files() -> None:
     for name, option in OPTIONS.items():
         assert option.outside_rule.fits(option.outside_default), name
@@ -348,7 +366,7 @@ def test_it_needs_the_standard_library_and_yaml_only() -> None:
         "names = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(*sorted(names - sys.stdlib_module_names))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert {"lightning_dist", "yaml"} <= set(done.stdout.split()), done.stderr
     allowed = {"lightning_dist", "yaml", "cython_runtime"}  # the last is of yaml's own C
     assert {name for name in done.stdout.split() if name[0] != "_"} <= allowed
