@@ -223,7 +223,12 @@ def require_possible(options: Mapping[str, Any], *, shards: bool = False) -> Non
         family = ShardedSettings
     elif options.get("method") is not None:
         family = LocalUpdateSettings
-    Resolved(dict(options), dict.fromkeys(options, CODE), ()).make(family)
+    given = {
+        name: value
+        for name, value in options.items()
+        if value is not None or not OPTIONS[name].by_method
+    }
+    Resolved(given, dict.fromkeys(given, CODE), ()).make(family)
 
 
 def _show(resolved: Resolved, *, config: Path, as_json: bool) -> None:

@@ -57,10 +57,12 @@ def gather(
 ) -> None:
     """Fill ``whole`` of each, on rank ``to`` of the channel's group. Collective.
 
-    Each rank sends its parts alone, over ``device``: some MB, or one tensor, at a time.
+    Some MB, or one tensor, at a time, over ``device``. In each turn all ranks send as many bytes as
+    the one that has most, so it is for tensors of which all have about as much.
 
     Args:
-        spreads: of the same tensors in the same order on all ranks.
+        spreads: of the same tensors in the same order on all ranks; ``whole`` may be on ``"meta"``
+            on the others.
     """
     runs = [each.runs() for each in spreads]
     own = [[[start, part.nbytes] for start, part in of_one] for of_one in runs]

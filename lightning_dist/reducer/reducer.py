@@ -307,7 +307,7 @@ class Reducer(Pipeline):
         state = self.state.gather(self.network, to=to)
         return None if state is None else self._described(state)
 
-    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self, *, device: str = "cpu") -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the tensors that differ between ranks left there.
 
         The tensors of the state are empty memory; the spreads are the parts that this rank has.
@@ -315,7 +315,7 @@ class Reducer(Pipeline):
         self._settle()
         if self._sharded or self.recovers:  # ranks have been in other worlds
             self.state.know_all(self.network)
-        state, spreads = self.state.spread(self.network)
+        state, spreads = self.state.spread(self.network, device=device)
         return self._described(state), spreads
 
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -158,12 +158,13 @@ class ReducerState:
         Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
         network's device; each rank sends its parts alone. Call it between backward passes.
         """
-        state, spreads = self.spread(network, on_all=to != 0)
+        device = "cpu" if network.rank == to else "meta"  # where nobody reads it
+        state, spreads = self.spread(network, on_all=to != 0, device=device)
         gather(spreads, network.state, device=network.device, to=to)
         return state if network.rank == to else None
 
     def spread(
-        self, network: Network, *, on_all: bool = False
+        self, network: Network, *, on_all: bool = False, device: str = "cpu"
     ) -> tuple[dict[str, Any], list[Spread]]:
         """As :meth:`gather`, on every rank, with residuals and momenta left where they are.
 
@@ -173,7 +174,7 @@ class ReducerState:
         found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
         for kind, name, held in self._in_order():
             shape = rows.count, held.numel
-            whole = found[kind][name] = torch.empty(shape, dtype=held.dtype_of_row)
+            whole = found[kind][name] = torch.empty(shape, dtype=held.dtype_of_row, device=device)
             begin = rows.own * held.numel
             own = tuple((begin + start, part) for start, part in held.of_row(first=rows.first))
             spreads.append(Spread(whole, own))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from inspect import Parameter
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -39,14 +40,23 @@ def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
     return any(type(value) is type(each) and value == each for each in values)
 
 
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, also one of numpy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def count(unit: str, *, least: int = 0) -> Rule:
     """Rule of a setting that is a whole number."""
-    return Rule(f"{least} or more {unit}", lambda value: type(value) is int and value >= least)
+    return Rule(f"{least} or more {unit}", lambda value: is_whole(value) and value >= least)
 
 
 def number(takes: str, fits: Callable[[float], bool] = lambda value: True) -> Rule:
     """Rule of a setting that is a number."""
-    return Rule(takes, lambda value: type(value) in (int, float) and fits(value))
+    return Rule(takes, lambda value: _is_number(value) and fits(value))
 
 
 def optional(rule: Rule, meaning: str) -> Rule:
@@ -112,12 +122,13 @@ def setting(default: Any, rule: Rule | None, meaning: str, **others: Any) -> Any
 def settings_of(family: type[Any]) -> Mapping[str, Setting]:
     """Settings that take effect in a family by name: its own, then those of its bases."""
 
-    def base(of: Field[Any]) -> int:
-        declares = (of.name in vars(each).get("__annotations__", ()) for each in family.__mro__)
-        return [*declares].index(True)
+    def place(of: Field[Any]) -> tuple[int, int]:
+        declared = [[*vars(each).get("__annotations__", ())] for each in family.__mro__]
+        base = next(i for i, names in enumerate(declared) if of.name in names)
+        return base, declared[base].index(of.name)
 
     found = {}
-    for each in sorted(fields(family), key=base):
+    for each in sorted(fields(family), key=place):
         declared: Setting | None = each.metadata.get("setting")
         if declared is not None and (not declared.under or family.kind in declared.under):
             found[each.name] = replace(declared, name=each.name)

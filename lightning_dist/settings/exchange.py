@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from lightning_dist._version import __version__
 from lightning_dist.ranks.levels import Nodes, is_nodes, nodes_of
@@ -238,6 +238,10 @@ class ExchangeSettings:
     def memory_of(self, codec: Codec) -> Memory:
         """What is kept of a codec's errors, as the user wishes."""
         return codec.memory(self.error_feedback)
+
+    def flat(self) -> Self:
+        """The same without a level inside nodes."""
+        return replace(self, codec=self.inter, hierarchical=False)
 
     def fingerprint(self) -> dict[str, Any]:
         """The facts that must be equal on all ranks, JSON-able."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 from lightning_dist.settings.declared import Rule, choice, count, number, setting, settings_of
@@ -52,7 +52,7 @@ def default_codec(method: str) -> str:
 
 _DEFAULTS: dict[str, Any] = {
     **{"fragments": 1, "overlap_steps": 0, "mixing": 0.0, "ddp_steps": 0},
-    **{"outer_lr": 1.0, "outer_momentum": 0.0},
+    **{"outer_lr": 1.0, "outer_momentum": 0.0, "weigh_by": "workers", "offload": False},
 }
 """Where the method has no other."""
 _BELOW_1 = number("0 or more and less than 1", lambda value: 0 <= value < 1)
@@ -181,7 +181,10 @@ class LocalUpdateSettings(ExchangeSettings):
         "sparseloco its own.",
         accepts="str | Codec | Mapping[str, Any] | None",
         objects=True,
+        ask=settings_of(ExchangeSettings)["codec"].ask,
     )
+    # They exchange seldom and compile nothing: no setting here.
+    compile_kernels: bool | Literal["auto"] = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -29,7 +29,8 @@ def require_only(options: Mapping[str, Any], family: type[ExchangeSettings]) -> 
     """The options of a family; raises ValueError for others that are not the default."""
     own = settings_of(family)
     for name, value in options.items():
-        if name not in own and value != OPTIONS[name].outside_default:
+        default = OPTIONS[name].outside_default
+        if name not in own and value not in (default, getattr(family, name, default)):
             raise ValueError(no_effect(name, value, family))
     return {name: value for name, value in options.items() if name in own}
 

@@ -68,7 +68,11 @@ class Resolved:
         """
         with self.named_in_errors():
             options = require_only(self.options, family)
-            given = {name: value for name, value in options.items() if value is not None}
+            given = {
+                name: value
+                for name, value in options.items()
+                if value is not None or self.origins[name] == CODE
+            }
             return (call or family)(**given)
 
     @contextmanager

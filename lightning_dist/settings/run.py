@@ -14,6 +14,7 @@ from lightning_dist.settings.declared import (
     check_values,
     choice,
     count,
+    is_whole,
     number,
     optional,
     setting,
@@ -69,7 +70,7 @@ class RunSettings:
     )
     seed: int | None = setting(
         None,
-        optional(Rule("a whole number", lambda value: type(value) is int), "of the process"),
+        optional(Rule("a whole number", is_whole), "of the process"),
         "seed of the sample order; None: that of ``seed_everything``, or a random one.",
     )
     weights_only: bool = setting(

@@ -24,6 +24,7 @@ class ShardedSettings(ExchangeSettings):
     kind: ClassVar[str] = FSDP2
     instead: ClassVar[Mapping[str, str]] = {
         LOCAL: "use a LocalUpdateModelParallelStrategy or local_updates",
+        "exchange_timeout": "give timeout= to the strategy or the process group",
         "hierarchical": "each rank exchanges its shard; leave it out",
         **dict.fromkeys(("ranks_per_node", "rank_groups"), "give the number of replicas"),
     }

@@ -42,7 +42,7 @@ def takes(
 
     The function has a parameter ``name``, with a line under "Args" of its docstring. What users see
     and give in its place, signature and documentation, is from the family; so are checks and
-    defaults. An object of the family is taken as it is. ::
+    defaults. An object of the family is taken as it is, without ``make``. ::
 
         @takes(ExchangeSettings)
         def compress(model: nn.Module, settings: ExchangeSettings, *, groups: Any = None): ...
@@ -64,8 +64,11 @@ def takes(
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
             of = type(args[0]) if function.__name__ == "__init__" else function
-            if len(args) > place and isinstance(args[place], family):
+            if name in kwargs:
+                raise ValueError(unknown(name, tuple(shown.parameters)[1:], where=of.__name__))
+            if make is None and len(args) > place and isinstance(args[place], family):
                 _require_once(offered.keys() & kwargs.keys(), of=of)
+                _require_kind(args[place], _family_of(of, family), of=of)
                 return function(*args, **kwargs)
             if issubclass(family, ExchangeSettings):  # defaults of other families are left out
                 options = {each: kwargs.pop(each) for each in [*kwargs] if each in OPTIONS}
@@ -73,7 +76,8 @@ def takes(
             if not is_open:
                 others = {each: kwargs[each] for each in kwargs if each not in shown.parameters}
                 codec = args[place] if len(args) > place else kwargs.get("codec", "int8")
-                refuse_codec_options(others, codec, of=of)
+                if issubclass(family, ExchangeSettings):
+                    refuse_codec_options(others, codec, of=of)
                 if refuse is not None:
                     refuse(others, of)
                 for each in others:
@@ -95,7 +99,22 @@ def _require_once(names: Collection[str], *, of: Callable[..., Any]) -> None:
     if names:
         raise ValueError(
             f"{of.__name__} has got its settings as one object, and {', '.join(sorted(names))} "
-            "beside it; write dataclasses.replace(settings, ...)"
+            "beside it; set them there"
+        )
+
+
+def _family_of(of: Callable[..., Any], family: type[Any]) -> type[Any]:
+    """The family that users of a class give: of its first constructor that takes one."""
+    bases = of.__mro__ if isinstance(of, type) else ()
+    found = (getattr(vars(each).get("__init__"), "settings", None) for each in bases)
+    return next((each for each in found if each is not None and issubclass(each, family)), family)
+
+
+def _require_kind(settings: Any, family: type[Any], *, of: Callable[..., Any]) -> None:
+    if getattr(settings, "kind", "") != getattr(family, "kind", ""):
+        raise ValueError(
+            f"{of.__name__} takes settings of {family.__name__}, got {type(settings).__name__}, of "
+            "which some cannot take effect; make the former"
         )
 
 

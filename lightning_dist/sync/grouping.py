@@ -53,7 +53,7 @@ def topology_of(
 
 
 def view_of(settings: ExchangeSettings, *, world_size: int) -> str:
-    """ExchangeSettings of the groups on this rank, to be compared with those of the others."""
+    """Settings of the groups on this rank, to be compared with those of the others."""
     try:
         tree = _declared(settings, world_size=world_size)
     except ValueError:  # raised again once it is known that all ranks have the same settings

@@ -311,6 +311,25 @@ def test_settings_may_be_given_as_one_object() -> None:
         lightning_dist.CompressedDDPStrategy(settings, delay=1)
 
 
+def test_an_object_is_of_the_family_and_none_is_a_value() -> None:
+    local, shards = LocalUpdateSettings(), ShardedSettings("int4")
+    for wrong in (local, shards):
+        with pytest.raises(ValueError, match=r"settings of ExchangeSettings, got \w+, of which"):
+            lightning_dist.CompressedDDPStrategy(wrong)
+    assert lightning_dist.LocalUpdateStrategy(local)._settings is local
+    with pytest.raises(ValueError, match="Unknown setting 'settings'"):
+        lightning_dist.CompressedDDPStrategy(settings=ExchangeSettings())
+    for name in ("codec", "error_feedback", "start_step"):
+        wrong_type: dict[str, Any] = {name: None}
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            ExchangeSettings(**wrong_type)
+
+
+def test_a_level_inside_nodes_may_be_left_out() -> None:
+    settings = ExchangeSettings({"intra": "none", "inter": "int8"})
+    assert settings.flat() == ExchangeSettings(settings.inter, hierarchical=False)
+
+
 def test_defaults_of_other_families_may_be_given_and_values_may_not() -> None:
     strategy = lightning_dist.LocalUpdateStrategy("streaming", delay=0, commit="auto")
     assert strategy._settings.fragments == 4

@@ -82,7 +82,7 @@ def compile_ahead(reducer: Reducer, *, flat: bool) -> None:
     settings, launch = reducer.settings, Launch.from_env()
     of_node = launch.local_world_size or launch.world_size
     topology, tree = topology_of(
-        replace(settings, hierarchical=False) if flat else settings,
+        settings.flat() if flat else settings,
         nodes=[str(rank // of_node) for rank in range(launch.world_size)],
         rank=launch.rank,
         needs_levels=False,
@@ -122,7 +122,7 @@ def regroup(
     limit = WaitLimit(settings.exchange_timeout)
     facts = all_facts(own, group=control, device=_CPU, limit=limit)
     topology, tree = topology_of(
-        replace(settings, hierarchical=False) if flat else settings,
+        settings.flat() if flat else settings,
         nodes=[fact["node"] for fact in facts],
         rank=world.rank(),
         needs_levels=begins,

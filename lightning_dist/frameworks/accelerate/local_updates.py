@@ -59,7 +59,7 @@ def local_updates(
                     updates.step()
         updates.finish()
 
-    ExchangeSettings that are left out come from variables ``LIGHTNING_DIST_*`` and the files of
+    Settings that are left out come from variables ``LIGHTNING_DIST_*`` and the files of
     ``lightning-dist config``, as for :class:`CompressedDDPPlugin`; otherwise from the method.
 
     Args:

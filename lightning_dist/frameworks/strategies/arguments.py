@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -61,5 +60,5 @@ class CompressionArguments(OfOneFramework):
         self._settings = settings
         if self.mirror_every is not None:
             require_flat(settings)
-            self._settings = replace(settings, hierarchical=False)
+            self._settings = settings.flat()
         super().__init__(**kwargs)

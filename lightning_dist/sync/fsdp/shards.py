@@ -170,11 +170,11 @@ class CompressedShards:
         ``{parameter name: [scales, codes]}`` with a row of every rank: ranks times ``memory()``
         bytes on the CPU of the first rank. A sharded checkpoint leaves each row on its rank.
         """
-        state, spreads = self.spread_state_dict()
+        state, spreads = self.spread_state_dict(device="meta" if self.group.rank() else "cpu")
         gather(spreads, Channel(self.group), device=self.device)
         return state if self.group.rank() == 0 else None
 
-    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self, *, device: str = "cpu") -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the errors left on their ranks.
 
         The tensors of the state are empty memory; the spreads are the parts that this rank has.
@@ -183,7 +183,7 @@ class CompressedShards:
         size, spreads = self.group.size(), []
         for name, (_, errors) in self._errors.items():
             for held in errors:
-                whole = torch.empty(size, *held.shape, dtype=held.dtype)
+                whole = torch.empty(size, *held.shape, dtype=held.dtype, device=device)
                 starts = range(self.group.rank() * held.numel(), whole.numel(), held[0].numel())
                 own = tuple(zip(starts, map(torch.flatten, held), strict=False))
                 spreads.append(Spread(whole, own))

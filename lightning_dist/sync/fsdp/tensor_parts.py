@@ -111,14 +111,15 @@ class TensorParts:
         """State of whole parameters on the first rank of all, from that of parts. Collective."""
         if self._group is None or state is None:
             return state
-        parts = [Spread(rows, ((0, rows.view(-1)),)) for _, _, rows in _rows_of(state)]
-        whole, spreads = self.spread(state, parts)
+        rows = [rows for _, _, rows in _rows_of(state)]
+        parts = [Spread(each, ((0, each.view(-1)),) if each.numel() else ()) for each in rows]
+        whole, spreads = self.spread(state, parts, place="meta" if self._group.rank() else "cpu")
         device = next(iter(self._parameters.values())).device
         gather(spreads, Channel(self._group), device=device)
         return whole if self._group.rank() == 0 else None
 
     def spread(
-        self, state: dict[str, Any], spreads: Sequence[Spread]
+        self, state: dict[str, Any], spreads: Sequence[Spread], *, place: str = "cpu"
     ) -> tuple[dict[str, Any], list[Spread]]:
         """As :meth:`gathered`, on every rank, with rows left where they are. Collective."""
         if self._group is None:
@@ -137,7 +138,7 @@ class TensorParts:
         whole_state |= {kind: {} for kind in ROWS if kind in state}
         found = []
         for (kind, name), (count, numel, dtype) in sorted(wholes.items()):
-            whole = torch.empty(count, numel, dtype=dtype)
+            whole = torch.empty(count, numel, dtype=dtype, device=place)
             whole_state.setdefault(kind, {})[name] = whole
             part, rows = self.part(name, numel=numel), held.get((kind, name))
             runs: list[tuple[int, Tensor]] = []

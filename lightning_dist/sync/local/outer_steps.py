@@ -293,19 +293,20 @@ class LocalUpdates:
         Parameters and optimizers differ between workers inside a window: each saves its own. Of a
         sharded model the state has whole parameters, and any number of shards loads it.
         """
-        network, (state, spreads) = self.reducer.network, self.spread_state_dict()
+        network = self.reducer.network
+        state, spreads = self.spread_state_dict(device="meta" if network.rank else "cpu")
         gather(spreads, network.state, device=network.device)
         return None if network.rank else state
 
-    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+    def spread_state_dict(self, *, device: str = "cpu") -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with residuals and shards left there. Collective.
 
         They are empty memory in the state; the spreads say which part of each this rank has.
         """
         state = self._shared_state()
-        state["residuals"], spreads = self.reducer.spread_state_dict()
+        state["residuals"], spreads = self.reducer.spread_state_dict(device=device)
         if self._of_shards is not None:
-            state, of_shards = self._of_shards.spread(state)
+            state, of_shards = self._of_shards.spread(state, device=device)
             spreads = [*spreads, *of_shards]
         return state, spreads
 

@@ -54,6 +54,33 @@ class ShardedWorkerStates(WorkerStates):
         return super()._own()
 
     @override
+    def state_dict(self) -> dict[str, Any] | None:
+        updates = self._updates
+        shared, own = updates.state_dict(), self._own()
+        buffers = map_tensors(lambda each: each.detach().cpu(), own.pop("buffers"))
+        own = map_tensors(self._whole, own)
+        shards, between = updates.shards, updates.reducer.network
+        of_ranks: list[Any] | None = [buffers]
+        if shards is not None:
+            of_ranks, between = shards.objects(buffers), shards.between
+        if of_ranks is None:
+            return None
+        workers = [None] * between.world_size if between.rank == 0 else None
+        own = {**own, "buffers": of_ranks}
+        dist.gather_object(own, workers, group=between.data.group, group_dst=0)
+        return None if shared is None else {"shared": shared, "workers": workers}
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor on the worker's first rank, nothing elsewhere. Collective in the worker.
+
+        One that is not sharded is that of the first rank.
+        """
+        whole = tensor.detach()
+        if isinstance(tensor, DTensor):
+            whole = tensor.full_tensor()
+        return whole.cpu() if self._place[1] == 0 else torch.empty(0)
+
+    @override
     def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         network, (worker, place, _) = self._updates.reducer.network, self._place
         shared, spreads = self._updates.spread_state_dict()

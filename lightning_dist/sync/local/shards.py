@@ -123,6 +123,12 @@ class WorkerShards:
         found: list[float] = totals.tolist()
         return found
 
+    def objects(self, own: Any) -> list[Any] | None:
+        """Objects of all ranks of the worker, on its first rank; None elsewhere. Collective."""
+        found = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(own, found, group=self._inside.group, group_dst=0)
+        return found
+
 
 @dataclass(frozen=True)
 class OuterState:
@@ -136,7 +142,9 @@ class OuterState:
     shards: WorkerShards
     anchor: Anchor
 
-    def spread(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Spread]]:
+    def spread(
+        self, state: Mapping[str, Any], *, device: str = "cpu"
+    ) -> tuple[dict[str, Any], list[Spread]]:
         """``state`` with whole parameters on every rank, and shards left where they are.
 
         The workers have the same ones, and an equal share of them each in the spreads.
@@ -151,7 +159,7 @@ class OuterState:
 
         def placed(own: Tensor, part: ParameterSlice) -> Tensor:
             rows = part.whole // max(1, prod(part.shape[1:]))
-            whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype)
+            whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype, device=device)
             spreads.append(Spread(whole, tuple(runs(part, own))))
             return whole
 
@@ -162,7 +170,7 @@ class OuterState:
             for part in self.anchor.fragment_of(exchange["names"]).slices:
                 own += runs(part, part.of(mean), before=before)
                 before += part.whole
-            exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype)}
+            exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype, device=device)}
             spreads.append(Spread(exchange["mean"], tuple(own)))
         return {**state, **changed, "exchange": exchange}, spreads
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dist.base.private import map_tensors
-from lightning_dist.ranks.spread import Spread, gather
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.fragments import first_row
 from lightning_dist.sync.local.outer_steps import LocalUpdates
@@ -63,9 +63,12 @@ class WorkerStates:
 
         Every worker sends its own to rank 0.
         """
-        network, (state, spreads) = self._updates.reducer.network, self.spread_state_dict()
-        gather(spreads, network.state, device=network.device)
-        return None if network.rank else state
+        network = self._updates.reducer.network
+        shared = self._updates.state_dict()
+        own = map_tensors(lambda each: each.detach().cpu(), self._own())
+        workers = [None] * network.world_size if network.rank == 0 else None
+        dist.gather_object(own, workers, group=network.data.group, group_dst=0)
+        return None if shared is None else {"shared": shared, "workers": workers}
 
     def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the tensors of each worker left where they are.

@@ -24,6 +24,7 @@ from lightning_dist.accelerate import (
     Accelerator,
     CompressedDDPPlugin,
     CompressedFSDPPlugin,
+    LocalUpdatesPlugin,
     local_updates,
 )
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
@@ -181,6 +182,16 @@ def test_settings_of_a_sharded_model_are_from_outside(
         CompressedFSDPPlugin()
     with pytest.raises(ValueError, match="parameters is a setting of FSDP2"):
         CompressedDDPPlugin()
+
+
+def test_none_of_the_code_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_DIST_CODEC", "int4")
+    with pytest.raises(ValueError, match="codec must be"):
+        CompressedDDPPlugin(codec=None)
+    with pytest.raises(ValueError, match="method must be"):
+        LocalUpdatesPlugin(method=None)
+    with pytest.raises(ValueError, match="codec must be"):
+        CompressedDDPPlugin(CompressedDDPPlugin())
 
 
 class _OwnHook(DistributedDataParallelKwargs):

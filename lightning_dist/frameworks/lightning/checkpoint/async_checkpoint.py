@@ -65,7 +65,7 @@ class AsyncCheckpoint(CheckpointNames):
         """
         refuse_unknown(kwargs, of=type(self))
         super().__init__(*args, **kwargs)
-        self.settings = saving
+        self.settings, self.format = saving, saving.format
         self._metrics = Metrics()
         self._last_committed: Committed | None = None
         self._last = LastCheckpoint(check=saving.verify != "never", lock=saving.lock)
