@@ -188,8 +188,8 @@ LOCAL = (
 LOCAL_SHARDED = (
     "valid names: evaluate, method, sync_every, fragments, overlap_steps, mixing, "
     "ddp_steps, outer_lr, outer_momentum, weigh_by, offload, outer_optimizer, outer_schedule, "
-    "codec, error_feedback, min_compress_numel, exchange_timeout, replicas, replicate_size, and those of "
-    "ModelParallelStrategy"
+    "codec, error_feedback, min_compress_numel, exchange_timeout, replicas, "
+    "replicate_size, and those of ModelParallelStrategy"
 )
 
 
