@@ -123,7 +123,7 @@ class WorkerStates:
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`. Collective."""
         for optimizer, saved in zip(self._optimizers, state["optimizer_states"], strict=True):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(laid_out(saved, optimizer))
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._updates.load_own_state(state["shared"])
@@ -131,6 +131,29 @@ class WorkerStates:
             self._updates.load_worker(state["parameters"], state["buffers"])
         else:
             self._updates.start_from_anchor()
+
+
+def laid_out(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """State of an optimizer whose tensors lie in memory as their parameters do.
+
+    Fused kernels pair their elements by place; a saved one may lie by rows, whatever it was.
+    """
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))  # torch compares the groups
+
+    def as_in(held: Any, parameter: Tensor | None) -> Any:
+        if not isinstance(held, Tensor) or parameter is None or isinstance(parameter, DTensor):
+            return held
+        if held.shape != parameter.shape:
+            return held
+        return torch.empty_like(parameter, dtype=held.dtype, device=held.device).copy_(held)
+
+    state = {
+        number: {key: as_in(held, by_number.get(number)) for key, held in of_one.items()}
+        for number, of_one in saved["state"].items()
+    }
+    return {**saved, "state": state}
 
 
 def described(tree: Any) -> Any:

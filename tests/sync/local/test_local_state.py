@@ -18,6 +18,9 @@ from local_worlds import (
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from lightning_dist.base.private import map_tensors
+from lightning_dist.sync.local.state import laid_out
+
 
 @on_threads(2)
 def test_an_anchor_on_the_host_changes_nothing(world: World) -> None:
@@ -56,6 +59,28 @@ def test_a_resumed_training_is_bit_exact(world: World, at: int, weigh_by: str) -
         next(resumed.data)
     resumed.train(17 - at)
     require_same(resumed.weights() + resumed.anchors(), whole.weights() + whole.anchors())
+
+
+def test_states_of_optimizers_lie_as_their_parameters() -> None:
+    """Fused kernels pair their elements by place."""
+    model = nn.Conv2d(8, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+
+    def step(number: int) -> None:
+        for each in model.parameters():
+            each.grad = torch.randn_like(each, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+
+    step(0)
+    weights = copy.deepcopy(model.state_dict())
+    saved = map_tensors(torch.Tensor.contiguous, copy.deepcopy(optimizer.state_dict()))
+    step(1)
+    straight = copy.deepcopy(model.state_dict())
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(laid_out(saved, optimizer))
+    assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
+    step(1)
+    require_same([*model.state_dict().values()], [*straight.values()])
 
 
 @on_threads(2)
