@@ -68,7 +68,8 @@ def test_states_of_optimizers_lie_as_their_parameters() -> None:
 
     def step(number: int) -> None:
         for each in model.parameters():
-            each.grad = torch.randn_like(each, generator=torch.Generator().manual_seed(number))
+            drawn = torch.randn(each.shape, generator=torch.Generator().manual_seed(number))
+            each.grad = torch.empty_like(each).copy_(drawn)
         optimizer.step()
 
     step(0)
