@@ -39,7 +39,7 @@ def levels_of(nodes: Nodes, *, leader: bool) -> tuple[Level, Level]:
 
 
 def is_nodes(groups: object) -> bool:
-    """Whether these are groups of ranks, none of them empty."""
+    """True for groups of ranks, none of them empty."""
 
     def is_list(value: object) -> bool:
         return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0

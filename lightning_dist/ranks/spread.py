@@ -43,7 +43,7 @@ Read: TypeAlias = Callable[[Tensor, int, int], Tensor]
 
 
 def run_of(whole: Tensor, start: int, numel: int) -> Tensor:
-    """The same of a tensor in memory."""
+    """Elements of a tensor in memory, flat: a :data:`Read`."""
     return whole.reshape(-1)[start : start + numel]
 
 

@@ -155,13 +155,14 @@ class ReducerState:
     def gather(self, network: Network, *, to: int = 0) -> dict[str, Any] | None:
         """The state of all ranks on the CPU of rank ``to``; None elsewhere. Collective.
 
-        Residuals and momenta are ``{name: (rows, numel)}``, one parameter at a time over the
-        network's device; each rank sends its parts alone. Call it between backward passes.
+        Residuals and momenta are ``{name: (rows, numel)}``, some MB or one parameter at a time over
+        the network's device. Call it between backward passes.
         """
-        device = "cpu" if network.rank == to else "meta"  # where nobody reads it
+        is_here = network.state.group.rank() == to
+        device = "cpu" if is_here else "meta"  # where nobody reads it
         state, spreads = self.spread(network, on_all=to != 0, device=device)
         gather(spreads, network.state, device=network.device, to=to)
-        return state if network.rank == to else None
+        return state if is_here else None
 
     def spread(
         self, network: Network, *, on_all: bool = False, device: str = "cpu"

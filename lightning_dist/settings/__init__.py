@@ -1,4 +1,4 @@
-"""What a user can set, declared once; in code, variables and YAML files. Imports no torch."""
+"""Settings of users, declared once, for code, variables and YAML files. Imports no torch."""
 
 from lightning_dist.settings.files import CONFIG, PREFIX, SIDECAR, read, write
 from lightning_dist.settings.options import OPTIONS

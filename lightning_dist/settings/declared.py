@@ -24,7 +24,7 @@ class Rule:
 
     @property
     def in_yaml(self) -> str:
-        """What a value must be, in the words of YAML files, variables and command lines."""
+        """Text of the rule for YAML files, variables and command lines: null, true, false."""
         words = {"None": "null", "True": "true", "False": "false"}
         text = re.sub(r"\b(None|True|False)\b", lambda found: words[found[0]], self.takes)
         return text.replace("'", "")

@@ -240,7 +240,7 @@ class ExchangeSettings:
         return codec.memory(self.error_feedback)
 
     def flat(self) -> Self:
-        """The same without a level inside nodes."""
+        """These settings without a level inside nodes."""
         return replace(self, codec=self.inter, hierarchical=False)
 
     def fingerprint(self) -> dict[str, Any]:

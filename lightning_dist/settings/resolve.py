@@ -38,7 +38,7 @@ class Resolved:
     options: dict[str, Any]
     """Arguments of a family of settings."""
     origins: dict[str, str]
-    """Of each option: ``"the code"``, the name of a variable, or the path of a file."""
+    """Origin of each option: ``"the code"``, the name of a variable, or the path of a file."""
     files: tuple[str, ...]
     """Files that were read, the one that wins first."""
 

@@ -15,11 +15,11 @@ from lightning_dist.sync.arguments import refuse_ddp_arguments, refuse_pytorch_l
 
 CHECKPOINT_KEY = "lightning_dist"
 CONFIG_KEY = "lightning_dist"
-"""Of `comm_config` in the configuration of a tracked run."""
+"""Key of `comm_config` in the configuration of a tracked run."""
 
 
 class CompressionArguments(OfOneFramework):
-    """Mixin before a ``DDPStrategy``; typed, so that LightningCLI reads the arguments from YAML."""
+    """Mixin before a ``DDPStrategy`` that takes settings of an exchange and of recovery."""
 
     _can_recover = False
 

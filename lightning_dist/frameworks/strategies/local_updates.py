@@ -19,7 +19,7 @@ from lightning_dist.sync.local.updates import attach
 from lightning_dist.sync.networks import node_group
 
 LOCAL_KEY = "lightning_dist_local_updates"
-"""Of the state of all workers in a checkpoint."""
+"""Key of the state of all workers in a checkpoint."""
 
 
 class LocalUpdateArguments:
@@ -83,7 +83,7 @@ class LocalUpdateArguments:
         self._updates.step(samples)
 
     def _wraps(self, ddp_kwargs: dict[str, Any], device: torch.device) -> bool:
-        """Whether the model is in DDP, which gets ``ddp_kwargs``: in nodes, or at first."""
+        """True if the model is wrapped in DDP, which gets ``ddp_kwargs``: in nodes, or at first."""
         if self._replicas == "node":
             assert dist.group.WORLD is not None
             group = node_group(dist.group.WORLD, self._local, device=device)

@@ -59,7 +59,7 @@ class ModelParallelArguments(CommReport, ReplicatedMesh):
 
     @property
     def reducers(self) -> list[Reducer]:
-        """Of the models, in their order; none with ``parameters=``."""
+        """Reducers of the models, in their order; none with ``parameters=``."""
         return [each.reducer for each in self._exchanges if isinstance(each, ShardedGradients)]
 
     @property

@@ -20,7 +20,7 @@ NAMES: dict[str, dict[str, Any]] = {
 
 
 ELASTIC_NAMES: dict[str, dict[str, Any]] = {f"{NAME}_elastic": {"recovery": "in_process"}}
-"""Of Lightning's registry alone: with Fabric it is ElasticLoop that recovers."""
+"""Names in Lightning's registry alone: with Fabric it is ElasticLoop that recovers."""
 
 LOCAL_NAMES: dict[str, dict[str, Any]] = {
     "compressed_local_sgd": {"method": "local_sgd"},
@@ -30,12 +30,12 @@ LOCAL_NAMES: dict[str, dict[str, Any]] = {
 }
 SHARDED = "compressed_model_parallel"
 SHARDED_NAMES: dict[str, dict[str, Any]] = {SHARDED: {}}
-"""Of Lightning's registry alone: Fabric's strategy needs a function of the user's."""
+"""Names in Lightning's registry alone: Fabric's strategy needs a function of the user's."""
 
 LOCAL_SHARDED_NAMES: dict[str, dict[str, Any]] = {
     name.replace("compressed", SHARDED, 1): arguments for name, arguments in LOCAL_NAMES.items()
 }
-"""The same; ``compressed_model_parallel_diloco`` and the others."""
+"""Names in Lightning's registry: ``compressed_model_parallel_diloco`` and the others."""
 
 
 def register(
