@@ -213,6 +213,7 @@ def test_with_a_method_the_questions_are_those_of_local_updates(
     answers = "dilocco\ndiloco\n16\n\n\n\n\n\n\n\n\n"
     said = asked(theirs, answers, monkeypatch, config_accelerate.defaults)
     assert "method must be local_sgd" in said
+    assert "The codec of what is sent" in said
     found = {name: value for name, value in read(ours).items() if value is not None}
     local = {"method": "diloco", "sync_every": 16, "mixing": 0.25}
     assert found == {**local, "codec": "int8", "error_feedback": "auto", "hierarchical": "auto"}
