@@ -113,8 +113,8 @@ ARGUMENTS = {
         "lightning_dist.accelerate:AsyncStateCheckpointer snapshot staging_dir",
     ),
     "sharded": (
-        "lightning_dist.sync.mesh:ReplicatedMesh replicate_size data_parallel_size "
-        "tensor_parallel_size",
+        "lightning_dist.frameworks.lightning.model_parallel:SyncModelParallelStrategy "
+        "replicate_size data_parallel_size tensor_parallel_size",
         "lightning_dist:compress_fsdp parameters",
     ),
     "hierarchical": (
@@ -123,8 +123,7 @@ ARGUMENTS = {
     "local-steps": (
         "lightning_dist:local_updates -model -optimizer -method -error_feedback -hierarchical "
         "-ranks_per_node -rank_groups -min_compress_numel -exchange_timeout -groups",
-        "lightning_dist.frameworks.strategies.local_updates:LocalUpdateArguments replicas",
-        "lightning_dist:LocalUpdateStrategy evaluate",
+        "lightning_dist:LocalUpdateStrategy replicas evaluate",
     ),
 }
 """The name in a document -> the functions and classes whose arguments are listed, each once; all,

@@ -46,14 +46,12 @@ if TYPE_CHECKING:
     from lightning_dist.frameworks.comm_profiler import CommProfiler
     from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
     from lightning_dist.frameworks.lightning.checkpoint.io import AsyncTorchCheckpointIO
+    from lightning_dist.frameworks.lightning.ddp import LocalUpdateStrategy
     from lightning_dist.frameworks.lightning.elastic.restart import ElasticRestart
     from lightning_dist.frameworks.lightning.launcher import ElasticEnvironment
-    from lightning_dist.frameworks.lightning.local_model_parallel import (
-        LocalUpdateModelParallelStrategy,
-    )
-    from lightning_dist.frameworks.lightning.local_updates import LocalUpdateStrategy
     from lightning_dist.frameworks.lightning.model_parallel import (
         CompressedModelParallelStrategy,
+        LocalUpdateModelParallelStrategy,
     )
     from lightning_dist.frameworks.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.profiling.metrics import CompressionError, ExchangedVolume
@@ -73,8 +71,8 @@ _HOME = {
     "ElasticLoop": "elastic.loop.loop",
     "ElasticRestart": "frameworks.lightning.elastic.restart",
     "ExchangedVolume": "profiling.metrics",
-    "LocalUpdateModelParallelStrategy": "frameworks.lightning.local_model_parallel",
-    "LocalUpdateStrategy": "frameworks.lightning.local_updates",
+    "LocalUpdateModelParallelStrategy": "frameworks.lightning.model_parallel",
+    "LocalUpdateStrategy": "frameworks.lightning.ddp",
     "OneBitAdam": "sync.onebit_adam",
     "compress_ddp": "sync.ddp",
     "compress_fsdp": "sync.fsdp.attach",

@@ -17,7 +17,8 @@ from torch import nn
 from benchmarks.convergence.tasks import Task, make_task
 from benchmarks.harness.rows import COMPUTE_ROW, DDP_ROW, Row, RowName, digest_of, rotated, timed
 from lightning_dist.codecs import resolve_codec
-from lightning_dist.sync.networks import Groups, new_groups
+from lightning_dist.sync.base import Groups
+from lightning_dist.sync.networks import new_groups
 
 _SMOOTHED_OVER = 3  # evaluations: one alone goes up and down by what ten steps gain
 _LEEWAY = 1.002  # a loss that differs in the sixth digit must not cost a row a whole block more

@@ -55,8 +55,8 @@ from torch.optim import Optimizer
 from lightning_dist import compress_ddp, compress_fsdp, local_updates
 from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.settings.local_updates import default_codec
+from lightning_dist.sync.base import Groups
 from lightning_dist.sync.local.outer_steps import LocalUpdates
-from lightning_dist.sync.networks import Groups
 
 COMPUTE_ROW, DDP_ROW, FP16_ROW = BASELINES = ("no-comm", "ddp", "torch-fp16-hook")
 POWERSGD_ROW, ONE_BUCKET_ROW = "torch-powersgd", "torch-powersgd-one-bucket"

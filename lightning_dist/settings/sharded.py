@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from lightning_dist.settings.declared import Rule, optional, setting
+from lightning_dist.settings.declared import Rule, check_values, is_whole, optional, setting
 from lightning_dist.settings.exchange import FSDP2, LOCAL, ExchangeSettings, is_text
 
 if TYPE_CHECKING:
@@ -102,3 +102,37 @@ class ShardedSettings(ExchangeSettings):
 
         assert self.parameters is not None
         return sized(resolve_codec(self.parameters), self.min_compress_numel)
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and value > 0  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    """Sizes of the device mesh of a sharded model.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    kind: ClassVar[str] = "a device mesh"
+
+    replicate_size: int | Literal["auto"] = setting(
+        "auto",
+        Rule("a number of ranks above 0", lambda value: value == "auto" or _is_count(value)),
+        'replicas of the model. ``"auto"``: as many as nodes; with ``parameters`` one.',
+    )
+    data_parallel_size: int | Literal["auto"] = setting(
+        "auto",
+        Rule("a number of ranks above 0", lambda value: value == "auto" or _is_count(value)),
+        'ranks that shard a replica. ``"auto"``: all that are left.',
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        Rule("a number of ranks above 0", _is_count),
+        "ranks that have a part of each layer, within a shard.",
+    )
+
+    def __post_init__(self) -> None:
+        check_values(self)

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.signatures import refuse_codec_options, refuse_unknown
+
 _HOOK_ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
@@ -30,6 +35,31 @@ def refuse_ddp_arguments(arguments: Mapping[str, Any]) -> None:
             "skip_all_reduce_unused_params=True makes DDP skip buckets, and the compressed step "
             "ends with the last one; leave it out"
         )
+
+
+def require_ddp_arguments(
+    of: type, settings: ExchangeSettings, arguments: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for arguments that a strategy of DDP cannot hand on."""
+    refuse_ddp_arguments(arguments)
+    refuse_codec_options(arguments, settings.codec, of=of)
+    refuse_unknown(arguments, of=of, handed_to=DistributedDataParallel.__init__)
+    refuse_pytorch_lightning(**arguments)
+
+
+def require_sharded_arguments(
+    of: type, settings: ExchangeSettings, arguments: Mapping[str, Any]
+) -> None:
+    """Raise ValueError for arguments that a strategy of a sharded model cannot hand on."""
+    refuse_codec_options(arguments, settings.codec, of=of)
+    if arguments.get("recovery") == "in_process":
+        raise ValueError(
+            "recovery='in_process' needs the whole model on each rank, and here each keeps a "
+            "part of it, which is lost with it; leave recovery out: ElasticRestart restarts "
+            "all ranks from a checkpoint"
+        )
+    refuse_unknown(arguments, of=of)
+    refuse_pytorch_lightning(**arguments)
 
 
 def second_hook(got: str, *, owner: str, remedy: str) -> ValueError:

@@ -65,10 +65,6 @@ class DDPBuckets:
             hook = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
             self.reducer.at_close.append(hook.remove)
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """None: a copy of the model exchanges nothing, and process groups cannot be copied."""
-        return type(None), ()
-
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
         """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
 

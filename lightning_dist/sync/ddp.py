@@ -1,55 +1,46 @@
-"""Plain torch DistributedDataParallel. The other integrations go through here."""
+"""Plain torch DistributedDataParallel, whose gradient buckets are averaged compressed."""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
 # themselves and refuses strings.
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Self
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # its stubs lack it
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import (
     before_compile,
-    loss_scale_of,
     name_before_compile,
     names_ignored_by_ddp,
 )
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.measurement.exposure import ExposureWatch
 from lightning_dist.ranks.facts import all_facts, require_equal
+from lightning_dist.ranks.spread import Spread
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.signatures import arguments_of, takes
+from lightning_dist.sync.base import Environment, Groups, Sync, continued, remember
 from lightning_dist.sync.buckets import DDPBuckets
+from lightning_dist.sync.effect import compresses_fewer_bytes, require_effect
 from lightning_dist.sync.in_force import log_in_force
-from lightning_dist.sync.networks import Groups, network_for
+from lightning_dist.sync.networks import network_for
 from lightning_dist.sync.onebit_adam import OneBitAdam
-from lightning_dist.sync.optimizers import OptimizerWatch
-from lightning_dist.sync.rules import (
-    compresses_fewer_bytes,
-    finds_unused,
-    require_commit,
-    require_compressible,
-    require_ddp,
-    require_delay,
-    require_effect,
-    require_one_momentum,
-)
+from lightning_dist.sync.optimizers import watch_optimizers
+from lightning_dist.sync.rules import Case, check, finds_unused
 from lightning_dist.sync.trained import TrainedSet
 
 log = get_logger(__name__)
-
-# Beside the modules that are in DDP: Accelerate keeps a model as it was before DDP wrapped it, from
-# where nothing leads to the hook; and a module must stay copyable, so nothing may be hung on it.
-_attached: WeakKeyDictionary[nn.Module, ref[Reducer]] = WeakKeyDictionary()
 
 
 @takes(ExchangeSettings, refuse=arguments_of(DistributedDataParallel))
@@ -80,50 +71,116 @@ def compress_ddp(
             momentum beside a codec that brings its own (``dgc``), or with parameters that were
             added to the model after it was wrapped.
     """
-    inner: Any = before_compile(model)
-    return attach(inner, settings, grad_scale=loss_scale_of(grad_scaler), groups=groups)
+    environment = Environment(grad_scaler=grad_scaler, groups=groups)
+    return GradientSync.attach(before_compile(model), settings, environment).reducer
 
 
-def attach(
-    model: DistributedDataParallel,
-    settings: ExchangeSettings,
-    *,
-    grad_scale: Callable[[], Tensor | None] | None = None,
-    continue_from: Reducer | None = None,
-    groups: Groups | None = None,
-    one_of_several: bool = False,
-) -> Reducer:
-    """:func:`compress_ddp` with checked settings.
+class GradientSync(Sync):
+    """Averages the gradients of a model in DDP, compressed; the state of DDP's hook."""
 
-    Args:
-        continue_from: the reducer of an earlier fit, whose groups are used again; if it was of this
-            module, its residuals and step count go on.
-        one_of_several: the settings are for other models too.
-    """
-    require_ddp(model)
-    require_compressible(model.module, settings)
-    require_commit(settings, model)
-    require_delay(settings, model, scales=grad_scale is not None)
+    entry: ClassVar[str] = "compress_ddp"
+    reducer: Reducer
+
+    def __init__(
+        self, model: DistributedDataParallel, reducer: Reducer, environment: Environment
+    ) -> None:
+        self.settings, self.reducer = reducer.settings, reducer
+        self._model, self._optimizers = ref(model), list[Optimizer]()  # DDP holds its hook's state
+        self.buckets = DDPBuckets(
+            reducer, find_unused=finds_unused(model), group=model.process_group
+        )
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """None: a copy of the model exchanges nothing, and process groups cannot be copied."""
+        return type(None), ()
+
+    @classmethod
+    def attach(cls, model: nn.Module, settings: ExchangeSettings, environment: Environment) -> Self:
+        case = Case(settings, model, environment=environment)
+        check(case, at="model")
+        check(case, at="module")
+        assert case.ddp is not None
+        reducer, begins = _reducer_for(case.ddp, settings, environment)
+        sync = cls(case.ddp, reducer, environment)
+        watch_optimizers(reducer, case.module)
+        case.ddp.register_comm_hook(sync, lightning_dist_hook)
+        names = reducer.names
+        reducer.at_close.append(TrainedSet(case.ddp, names, note=sync.buckets.note).close)
+        remember(case.module, sync)
+        if reducer.network.rank == 0:
+            log_in_force(reducer, begins=begins)
+        return sync
+
+    def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
+        """Let a OneBitAdam among ``optimizers`` exchange its momentum. Collective."""
+        self._optimizers += optimizers
+        network = self.reducer.network
+        onebit = [each for each in self._optimizers if isinstance(each, OneBitAdam)]
+        facts = {"OneBitAdam": [repr(each.defaults) for each in onebit]}
+        require_equal(all_facts(facts, group=network.data.group, device=network.device))
+        case = Case(self.settings, self.model, self._optimizers, environment)
+        check(case, at="optimizers")
+        if environment.clips:
+            check(case, at="clipping")
+        for optimizer in onebit:
+            optimizer.attach(self.reducer)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "it holds this object"
+        module: nn.Module = model.module
+        return module
+
+    def expect_steps(self, steps: int | None, *, done: int, is_trial: bool) -> None:
+        expect_compression(self.reducer, self._optimizers, steps, done=done, is_trial=is_trial)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        model = self._model()
+        context: AbstractContextManager[None] = nullcontext() if model is None else model.no_sync()
+        return context
+
+    def finish(self) -> None:
+        self.reducer.wait()
+
+    def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
+        return self.reducer.state_dict(to=to)
+
+    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+        return self.reducer.spread_state_dict()
+
+    def load_own_state(self, state: Mapping[str, Any] | None) -> None:
+        self.reducer.load_state_dict(state)
+
+
+def _reducer_for(
+    model: DistributedDataParallel, settings: ExchangeSettings, environment: Environment
+) -> tuple[Reducer, int | None]:
+    """A reducer of the gradients of ``model``, and the first step that compresses one."""
+    before = environment.before
     network = network_for(
         model,
         settings,
         parameters=describe_parameters(model.module),
-        continue_from=continue_from,
-        groups=groups,
+        continue_from=None if before is None else before.reducer,
+        groups=environment.groups,
     )
-    continue_from = if_attached_to(model.module, continue_from)
+    kept = continued(model.module, before)
+    continue_from = None if kept is None else kept.reducer
     topology = network.topology
     ignored, named = names_ignored_by_ddp(model.module), model.module.named_parameters()
     names = {p: name_before_compile(name) for name, p in named if name not in ignored}
     first, several = topology.rank == 0, topology.world_size > 1
-    begins = require_effect(settings, names, says=first and several, one_of_several=one_of_several)
+    begins = require_effect(
+        settings, names, says=first and several, one_of_several=environment.several_models
+    )
     compares = several and not settings.delay  # a mean that comes later by intention says nothing
     reducer = Reducer(
         names,
         settings=settings,
         network=network,
         state=None if continue_from is None else continue_from.state,
-        grad_scale=grad_scale,
+        grad_scale=environment.grad_scale,
         allow_absent=finds_unused(model),
         observers=[ExposureWatch(network, advice_to=first)] if compares else (),
         in_order=_communicates(model),
@@ -133,8 +190,8 @@ def attach(
     if continue_from is not None:
         reducer.continue_from(continue_from)
         numel = {names[p]: as_real(p).numel() for p in names if p.requires_grad}
-        before = continue_from.strides
-        moved = [n for n in numel if n in before and before[n] != reducer.strides[n]]
+        strides = continue_from.strides
+        moved = [n for n in numel if n in strides and strides[n] != reducer.strides[n]]
         if moved and first:
             log.warning(
                 "The memory format of %s has changed since the last fit: their residuals are "
@@ -144,20 +201,29 @@ def attach(
         reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})
     trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
     compile_kernels(reducer, [(each.dtype, each.numel()) for each in trained], says=first)
-    buckets = DDPBuckets(reducer, find_unused=finds_unused(model), group=model.process_group)
-
-    OptimizerWatch(reducer, model.module)
-    model.register_comm_hook(buckets, lightning_dist_hook)
-    reducer.at_close.append(TrainedSet(model, names, note=buckets.note).close)
-    remember(model.module, reducer)
-    if first:
-        log_in_force(reducer, begins=begins)
-    return reducer
+    return reducer, begins
 
 
-def lightning_dist_hook(state: DDPBuckets, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def expect_compression(
+    reducer: Reducer,
+    optimizers: Sequence[Optimizer],
+    steps: int | None,
+    *,
+    done: int,
+    is_trial: bool,
+) -> None:
+    """:meth:`.Sync.expect_steps` of what has a reducer of gradients."""
+    if is_trial:  # which may well end before compression begins
+        if reducer.never_compressed is not None:
+            reducer.never_compressed.detach()
+    elif steps is not None and not done and reducer.network.world_size > 1:
+        settings = reducer.settings
+        check(Case(settings, optimizers=optimizers, reducer=reducer, steps=steps), at="steps")
+
+
+def lightning_dist_hook(state: GradientSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Hook of DDP."""
-    return state.reduce(bucket)
+    return state.buckets.reduce(bucket)
 
 
 def compile_kernels(
@@ -187,70 +253,6 @@ def compile_kernels(
     for codec in codecs:
         planner.fuse(codec, dtypes, sizes=sizes)
     reducer.planner.compiled.update(planner.compiled)
-
-
-def remember(module: nn.Module, reducer: Reducer) -> None:
-    """Let :func:`reducer_of` find ``reducer``, which compresses the gradients of ``module``."""
-    _attached[module] = ref(reducer)
-
-
-def if_attached_to(module: nn.Module, reducer: Reducer | None) -> Reducer | None:
-    """``reducer`` if it is the last one that was attached to ``module``, else None."""
-    attached = _attached.get(module)
-    return reducer if attached is not None and attached() is reducer else None
-
-
-def reducer_of(module: nn.Module) -> Reducer | None:
-    """The reducer that compresses the gradients of ``module``.
-
-    DDP has wrapped it, or FSDP sharded. The last one that was attached; None if there is none, or
-    it is closed.
-    """
-    attached = _attached.get(module)
-    reducer = None if attached is None else attached()
-    return None if reducer is None or reducer.closed else reducer
-
-
-def connect_optimizers(optimizers: Iterable[Any], reducer: Reducer, *, clips: bool = False) -> None:
-    """Let a OneBitAdam among ``optimizers`` exchange its momentum through ``reducer``. Collective.
-
-    Raises:
-        ValueError: there are two, or not the same on all ranks; gradients are clipped, which would
-            clip momenta; a codec brings momentum and the optimizer has its own.
-    """
-    optimizers = list(optimizers)
-    network, settings = reducer.network, reducer.settings
-    onebit = [repr(o.defaults) for o in optimizers if isinstance(o, OneBitAdam)]
-    facts = {"OneBitAdam": onebit}
-    require_equal(all_facts(facts, group=network.data.group, device=network.device))
-    for optimizer in optimizers:
-        require_one_momentum(optimizer, settings)
-        if isinstance(optimizer, OneBitAdam):
-            if settings.delay:
-                raise ValueError(
-                    "delay=1 applies means of gradients one step late, and OneBitAdam needs "
-                    "exchanged momenta in the same step; leave delay out, or use another optimizer"
-                )
-            if clips:
-                refuse_clipping(optimizer)
-            optimizer.attach(reducer)
-
-
-def refuse_clipping(optimizer: object) -> None:
-    """Raise ValueError if what is clipped are no gradients."""
-    if isinstance(optimizer, OneBitAdam):
-        raise ValueError(
-            "Gradient clipping would clip OneBitAdam's momenta after its freeze_step, not "
-            "gradients; leave it out, or use another optimizer"
-        )
-
-
-def connect_to_own(optimizer: Any, reducers: Iterable[Reducer]) -> None:
-    """:func:`connect_optimizers`, with those ``reducers`` that have parameters of ``optimizer``."""
-    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for reducer in reducers:
-        if not own.isdisjoint(reducer.names):
-            connect_optimizers([optimizer], reducer)
 
 
 def _communicates(model: DistributedDataParallel) -> bool:

@@ -20,10 +20,9 @@ from lightning_dist.ranks.levels import Nodes, Ranks, levels_of
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.sync.base import Groups
 from lightning_dist.sync.grouping import topology_of, view_of
 from lightning_dist.sync.rules import finds_unused
-
-Groups = Sequence[dist.ProcessGroup]
 
 
 def new_groups(like: dist.ProcessGroup) -> Groups:

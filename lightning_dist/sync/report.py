@@ -1,4 +1,4 @@
-"""Topology, bytes and settings of compressed models, in every framework under the same names."""
+"""Topology, bytes and settings of what is sent, under the same names in every framework."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from lightning_dist.ranks import Topology
-    from lightning_dist.reducer.reducer import Reducer
 
+CONFIG_KEY = "lightning_dist"
+"""Key of ``comm_config()`` in the configuration of a tracked run."""
 _OF_ONE_STEP = ("raw_bytes", "wire_bytes", "intra_bytes", "inter_bytes")
 _IN_TOTAL = ("raw_bytes", "wire_bytes")
 
 
 class Reports(Protocol):
-    """Compression of a model: a Reducer, or the collectives of a sharded model."""
+    """Reports of one model: a Sync, a Reducer, or the record of a training that has ended."""
 
     @property
     def topology(self) -> Topology: ...
@@ -22,36 +23,6 @@ class Reports(Protocol):
     def comm_stats(self) -> Mapping[str, Any]: ...
 
     def comm_config(self) -> dict[str, Any]: ...
-
-
-class CommReport:
-    """Mixin for what compresses models; it has ``reducers``, one for each."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def reducers(self) -> Sequence[Reducer]: ...
-
-    @property
-    def _reports(self) -> Sequence[Reports]:
-        """Compressors of the models; the ``reducers``, unless there are others."""
-        return self.reducers
-
-    @property
-    def topology(self) -> Topology | None:
-        """Nodes and groups of the ranks; None before the first model."""
-        return self._reports[0].topology if self._reports else None
-
-    def comm_stats(self) -> Any:
-        """Bytes this rank sent, for each model in the order in which they were given."""
-        return [each.comm_stats() for each in self._reports]
-
-    def comm_config(self) -> dict[str, Any]:
-        """Codec, exchange, nodes and versions; empty before the first model.
-
-        A ``WandbLogger`` gets it by itself, as ``lightning_dist`` in the configuration of the run.
-        """
-        return self._reports[0].comm_config() if self._reports else {}
 
 
 def comm_metrics(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:

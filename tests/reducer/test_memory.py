@@ -47,7 +47,7 @@ from lightning_dist.reducer.stats import CommStats
 from lightning_dist.reducer.units import sizes
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.buckets import DDPBuckets
-from lightning_dist.sync.rules import compresses_fewer_bytes
+from lightning_dist.sync.effect import compresses_fewer_bytes
 
 Wish = bool | Literal["auto"]
 TABLE: list[tuple[str, Wish, Memory]] = [

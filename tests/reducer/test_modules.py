@@ -37,7 +37,8 @@ from worlds import Rank, is_known_to_gloo, run_threads
 from lightning_dist import OneBitAdam
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.reducer.plan.slices import strides_in_bucket
-from lightning_dist.sync.ddp import attach, remember
+from lightning_dist.sync.base import Environment, remember, sync_of
+from lightning_dist.sync.ddp import GradientSync
 
 DOUBLE = torch.float64
 SETTINGS = {"min_compress_numel": 256}
@@ -202,12 +203,13 @@ def test_a_new_memory_format_between_two_fits_is_reported(caplog: pytest.LogCapt
     def body(rank: Rank) -> None:
         with compressed(rank, laid(other=False), **EVERYTHING) as (model, old):
             backward(model, feed(rank.rank, 0, STRIDED, DOUBLE))
+            before = sync_of(model, GradientSync)
         new = rank.ddp(laid(other=True))
         new.module.matrix.data = new.module.matrix.data.contiguous()  # type: ignore[union-attr]
-        remember(new.module, old)  # it stands for the one before
-        with closing(attach(new, old.settings, continue_from=old)) as reducer:
-            assert reducer.residuals["matrix"].any()
-            assert not reducer.residuals["filters"].any()
+        remember(new.module, before)  # it stands for the one before
+        with closing(GradientSync.attach(new, old.settings, Environment(before=before))) as sync:
+            assert sync.reducer.residuals["matrix"].any()
+            assert not sync.reducer.residuals["filters"].any()
 
     run_threads(body, 2)
     assert caplog.text.count("The memory format of filters has changed since the last fit") == 1

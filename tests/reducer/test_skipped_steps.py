@@ -36,7 +36,8 @@ from lightning_dist.codecs import Codec, resolve_codec, warmup
 from lightning_dist.exchange.rounds import AllReduce, Exchange, TwoShot
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.sync.ddp import attach, remember
+from lightning_dist.sync.base import Environment, remember, sync_of
+from lightning_dist.sync.ddp import GradientSync
 
 THREE = {"first": (40, 48), "second": (33, 50), "third": (16, 70)}
 INTERRUPTED = 2
@@ -149,7 +150,7 @@ def test_a_real_backward_that_raises_then_a_new_ddp(rank: Rank) -> None:
         uninterrupted = train(model, rank, range(5))
     module = Halfway()
     with compressed(rank, module, **SETTINGS) as (model, old):
-        digests = train(model, rank, range(3))
+        digests, before = train(model, rank, range(3)), sync_of(model, GradientSync)
         module.fails = True
         with pytest.raises(MemoryError):
             backward(model, feed(rank.rank, 77))
@@ -159,10 +160,11 @@ def test_a_real_backward_that_raises_then_a_new_ddp(rank: Rank) -> None:
     # A copy of the module: on the old one the old DDP's hooks fire for as long as it is alive.
     copy = Halfway()
     copy.load_state_dict(module.state_dict())
-    remember(copy, old)  # which stands for the module
+    remember(copy, before)  # which stands for the module
     new = DistributedDataParallel(copy, process_group=rank.group("new"), bucket_cap_mb=0.004)
     groups = [rank.group("new payload"), rank.group("new flags")]
-    with closing(attach(new, old.settings, continue_from=old, groups=groups)):
+    environment = Environment(before=before, groups=groups)
+    with closing(GradientSync.attach(new, old.settings, environment)):
         assert digests + train(new, rank, range(3, 5)) == uninterrupted
 
 

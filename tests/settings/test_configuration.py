@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lightning_dist
-from lightning_dist.frameworks.strategies.arguments import CompressionArguments
+from lightning_dist.frameworks.lightning.ddp import SyncDDPStrategy
 from lightning_dist.settings import CODE, OPTIONS, SIDECAR, Resolved, read, resolve, write
 from lightning_dist.settings.declared import settings_of
 from lightning_dist.settings.exchange import ExchangeSettings
@@ -284,7 +284,7 @@ def test_settings_that_are_not_defaults_are_listed_with_their_source(
     [
         (lightning_dist.compress_ddp, {"model", "grad_scaler", "groups"}, ExchangeSettings),
         (
-            CompressionArguments.__init__,
+            SyncDDPStrategy.__init__,
             {"self", "recovery", "mirror_residuals", "kwargs"},
             ExchangeSettings,
         ),

@@ -141,7 +141,7 @@ def fitted(strategy: Any, module: Module | None = None, **given: Any) -> tuple[L
 
 
 def held(strategy: Any) -> list[Tensor]:
-    residuals = strategy._reducer.residuals
+    residuals = strategy.sync.reducer.residuals
     return [residuals[name] for name in sorted(residuals)]
 
 

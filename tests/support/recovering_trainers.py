@@ -80,7 +80,7 @@ class Module(pl.LightningModule):
         if key != self.key:
             self.key, self.ids = key, []
             # A callback may enter the next generation after the step.
-            reducer = self.trainer.strategy._reducer
+            reducer = self.trainer.strategy.sync.reducer
             self.world, self.levels = self.trainer.world_size, reducer.network.intra is not None
             self.residual = float(reducer.state.packed().norm())
         self.faults.begin(

@@ -28,7 +28,8 @@ from lightning_dist.reducer.delayed import DelayedMeans
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.sync.ddp import connect_optimizers
+from lightning_dist.sync.base import Environment, sync_of
+from lightning_dist.sync.ddp import GradientSync
 
 
 class Given(nn.Module):
@@ -255,7 +256,7 @@ def test_momenta_are_not_delayed(world: World) -> None:
     model, reducer = delayed(world.rank, Given())
     optimizer = OneBitAdam(model.parameters(), freeze_step=2)
     with pytest.raises(ValueError, match="OneBitAdam needs exchanged momenta in the same step"):
-        connect_optimizers([optimizer], reducer)
+        sync_of(model, GradientSync).connect([optimizer], Environment())
     reducer.close()
 
 

@@ -32,7 +32,8 @@ from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.base.private import timeout_of
 from lightning_dist.fabric import CompressedDDPStrategy
 from lightning_dist.reducer.commit import require_equal_hyperparameters
-from lightning_dist.sync.ddp import reducer_of
+from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.sync.base import sync_of
 
 
 def two_branches() -> nn.ModuleDict:
@@ -217,12 +218,17 @@ def test_the_reducer_of_a_module_is_the_last_that_was_attached(rank: Rank) -> No
     module = nn.Linear(16, 16)
     _, first = compressed(rank, module)
     assert reducer_of(module) is first
-    assert reducer_of(copy.deepcopy(module)) is None
-    _, second = compressed(rank, module)
-    assert reducer_of(module) is second
+    assert sync_of(copy.deepcopy(module)) is None
+    wrapped, second = compressed(rank, module)
+    assert reducer_of(module) is reducer_of(wrapped) is second
     first.close()
     second.close()
-    assert reducer_of(module) is None
+    assert sync_of(module) is None
+
+
+def reducer_of(module: nn.Module) -> Reducer | None:
+    sync = sync_of(module)
+    return None if sync is None else sync.reducer
 
 
 def of_mixed_precision(rank: Rank) -> Any:

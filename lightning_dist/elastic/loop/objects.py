@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,10 +16,8 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.elastic.progress import KEY, ElasticState, require_same_optimizer
 from lightning_dist.ranks.spread import Spread
-from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.sync.ddp import reducer_of
+from lightning_dist.sync.base import Environment, Sync, sync_of
 from lightning_dist.sync.local.outer_steps import LocalUpdates
-from lightning_dist.sync.local.state import WorkerStates
 
 
 class Objects:
@@ -60,7 +59,9 @@ class Objects:
         for name, each in given.items():
             if isinstance(each, LocalUpdates):  # at the end: they load into models and optimizers
                 self._given.pop(name)
-                self._given[name] = WorkerStates(each, self.optimizers, scaler=self._scaler)
+                environment = Environment(grad_scaler=self._scaler, saves_shards=False)
+                each.sync.connect(self.optimizers, environment)
+                self._given[name] = each.sync
         self.device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
 
     @property
@@ -115,9 +116,10 @@ class Objects:
         return {n: self._given[n] for n, each in inner.items() if not isinstance(each, kinds)}
 
     @property
-    def _reducers(self) -> list[Reducer]:
-        found = (reducer_of(ddp.module) for ddp in self._wrapped)
-        return [reducer for reducer in found if reducer is not None]
+    def _syncs(self) -> list[Sync]:
+        """What keeps replicas of models in DDP equal, and is no object of its own."""
+        found = (sync_of(ddp) for ddp in self._wrapped)
+        return [each for each in found if each is not None and not each.of_one_model]
 
     def require_loadable(self) -> None:
         """Raise ValueError if a state cannot be read by ``torch.load(weights_only=True)``."""
@@ -125,9 +127,8 @@ class Objects:
 
     def _state_of(self, each: Any) -> Any:
         inside = _inside(each)
-        of = (updates for updates in self.updates if updates.is_of(inside))
-        updates = next(of, None) if isinstance(inside, nn.Module) else None
-        return inside.state_dict() if updates is None else updates.anchor_state_dict()
+        sync = sync_of(inside) if isinstance(inside, nn.Module) else None
+        return inside.state_dict() if sync is None else sync.weights_to_save(inside.state_dict)
 
     def state_dict(self, *, leader: int = 0, spreads: list[Spread] | None = None) -> dict[str, Any]:
         """Collective. Residuals are on rank ``leader`` only.
@@ -136,11 +137,11 @@ class Objects:
             spreads: of a sharded checkpoint, to which residuals are added that each rank keeps.
         """
         reducers: list[Any] = []
-        for reducer in self._reducers:
+        for sync in self._syncs:
             if spreads is None:
-                reducers.append(reducer.state_dict(to=leader))
+                reducers.append(sync.state_dict(to=leader))
                 continue
-            state, found = reducer.spread_state_dict()
+            state, found = sync.spread_state_dict()
             spreads += found
             reducers.append(state)
         return {"objects": self.states(), "reducers": reducers}
@@ -168,8 +169,8 @@ class Objects:
                 require_same_optimizer(optimizer, saved[name], path=path)
         self.load_states(saved)
         states = checkpoint["reducers"]
-        for index, reducer in enumerate(self._reducers):
-            reducer.load_state_dict(states[index] if index < len(states) else None)
+        for sync, own in zip_longest(self._syncs, states[: len(self._syncs)]):
+            sync.load_state_dict(own)
         return place
 
     @contextmanager

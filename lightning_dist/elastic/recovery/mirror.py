@@ -18,6 +18,7 @@ from lightning_dist.ranks.facts import all_facts
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import Layout
 from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.run import RecoverySettings
 
 
 def require_flat(settings: ExchangeSettings) -> None:
@@ -27,6 +28,35 @@ def require_flat(settings: ExchangeSettings) -> None:
             "mirror_residuals copies the residual of each rank, and in a hierarchical exchange a "
             "rank has the residual of its share only; leave out mirror_residuals, or leave out "
             f"hierarchical={settings.hierarchical!r} and give one codec"
+        )
+
+
+def settings_to_recover(
+    settings: ExchangeSettings, recovering: RecoverySettings
+) -> ExchangeSettings:
+    """Settings of an exchange that goes on without lost ranks.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if recovering.recovery == "in_process" and settings.delay:
+        raise ValueError(
+            "recovery='in_process' repeats a failed step, which is not possible with "
+            f"delay={settings.delay}; leave it out, or use recovery='restart'"
+        )
+    if recovering.mirror_every is None:
+        return settings
+    require_flat(settings)
+    return settings.flat()
+
+
+def refuse_recovery(of: type, recovering: RecoverySettings) -> None:
+    """Raise ValueError if a strategy that cannot recover in its process is asked to."""
+    if recovering.recovery == "in_process":
+        raise ValueError(
+            f"{of.__name__} cannot continue in the same process after a rank is "
+            "lost; use the Trainer's CompressedDDPStrategy, "
+            "ElasticLoop(recovery='in_process'), or recovery='restart'"
         )
 
 

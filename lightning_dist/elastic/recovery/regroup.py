@@ -21,7 +21,8 @@ from lightning_dist.ranks.launch import Launch
 from lightning_dist.reducer.network import Network, in_levels
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.sync.ddp import compile_kernels
+from lightning_dist.sync.base import sync_of
+from lightning_dist.sync.ddp import GradientSync, compile_kernels
 from lightning_dist.sync.grouping import topology_of
 from lightning_dist.sync.networks import groups_of
 from lightning_dist.sync.rules import sparse_tables
@@ -29,13 +30,14 @@ from lightning_dist.sync.rules import sparse_tables
 _CPU = torch.device("cpu")
 
 
-def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None) -> Reducer:
+def require_recoverable(model: DistributedDataParallel) -> Reducer:
     """The reducer of ``model``, if a step of it can be taken again when a rank is lost.
 
     Raises:
         ValueError: it cannot; says what to change.
     """
-    if reducer is None:
+    sync = sync_of(model, GradientSync)
+    if sync is None:
         raise ValueError(
             "recovery='in_process' needs the hook of compress_ddp, since DDP's own exchange raises "
             "in the backward pass; call compress_ddp(model, codec) before ElasticLoop "
@@ -61,14 +63,14 @@ def require_recoverable(model: DistributedDataParallel, reducer: Reducer | None)
             "recovery='in_process' needs a DistributedDataParallel without static_graph and "
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
-    settings = reducer.settings
+    settings = sync.settings
     if settings.ranks_per_node is not None or settings.nodes is not None:
         raise ValueError(
             "ranks_per_node and rank_groups name ranks, whose numbers change when one is lost; "
             "leave them out with recovery='in_process': ranks of one host name are reduced first, "
             "and LIGHTNING_DIST_HOSTNAME sets that name"
         )
-    return reducer
+    return sync.reducer
 
 
 def compile_ahead(reducer: Reducer, *, flat: bool) -> None:

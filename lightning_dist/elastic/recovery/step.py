@@ -32,7 +32,7 @@ from lightning_dist.elastic.recovery.regroup import (
 )
 from lightning_dist.ranks.membership import Membership
 from lightning_dist.reducer.observer import untraced
-from lightning_dist.sync.ddp import describe_parameters, reducer_of
+from lightning_dist.sync.ddp import describe_parameters
 from lightning_dist.sync.onebit_adam import OneBitAdam
 
 
@@ -71,7 +71,7 @@ class StepRecovery:
             )
         self.generations, self._model, self._steps = generations, model, steps
         self._optimizers, self._counted = list(optimizers), dict(counters)
-        self.reducer = require_recoverable(model, reducer_of(model.module))
+        self.reducer = require_recoverable(model)
         """Of the model."""
         # It skips optimizers, so that no hook of theirs comes before it changes its scale.
         self._scales = self.reducer.has_grad_scaler

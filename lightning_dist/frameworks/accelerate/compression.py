@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from lightning_dist.base.private import loss_scale_of
 from lightning_dist.frameworks.accelerate import private, residuals
 from lightning_dist.frameworks.accelerate.attach import (
     CompressionHandler,
@@ -17,34 +17,36 @@ from lightning_dist.frameworks.accelerate.attach import (
     wrap_method,
 )
 from lightning_dist.frameworks.accelerate.roll_call import RollCall
-from lightning_dist.frameworks.strategies.arguments import CONFIG_KEY
+from lightning_dist.ranks import Topology
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import run_config
 from lightning_dist.settings.exchange import ExchangeSettings
-from lightning_dist.sync.ddp import (
-    attach,
-    connect_to_own,
-    reducer_of,
-    refuse_clipping,
-)
+from lightning_dist.sync.base import Environment, Sync, sync_of
+from lightning_dist.sync.ddp import GradientSync
 from lightning_dist.sync.onebit_adam import OneBitAdam
-from lightning_dist.sync.report import CommReport, comm_metrics
+from lightning_dist.sync.report import CONFIG_KEY, comm_metrics
+from lightning_dist.sync.rules import Case, check
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class Compression(CommReport):
+class Compression:
     """The compression of one Accelerator; made by :meth:`CompressedDDPPlugin.attach`.
 
     Args:
         accelerator: which has prepared nothing yet.
         settings: of every model.
-
+        kind: class of what keeps the replicas of each equal.
     """
 
-    def __init__(self, accelerator: Accelerator, settings: ExchangeSettings) -> None:
-        self._accelerator, self._settings = accelerator, settings
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        settings: ExchangeSettings,
+        kind: type[Sync] = GradientSync,
+    ) -> None:
+        self._accelerator, self._settings, self._kind = accelerator, settings, kind
         self._roll_call: RollCall | None = None  # from the first model in DDP on
         self.take_place()
         accelerator.register_save_state_pre_hook(self._save)
@@ -56,19 +58,18 @@ class Compression(CommReport):
             found = private.ddp_handler(self._accelerator)
             private.set_ddp_handler(self._accelerator, CompressionHandler(found, self.compress))
 
-    def compress(self, model: DistributedDataParallel) -> Reducer:
+    def compress(self, model: DistributedDataParallel) -> Sync:
         """Compress a model that Accelerate has just wrapped. Collective."""
-        before = reducer_of(model.module)
+        before = sync_of(model, self._kind)
         if before is not None:  # of a training that is over: Accelerate has wrapped it anew
             before.close()
-        reducer = attach(
-            model,
-            self._settings,
-            grad_scale=loss_scale_of(self._accelerator.scaler),
-            one_of_several=True,
-        )
-        if reducer.network.world_size == 1:
-            return reducer
+        return self._attach(model)
+
+    def _attach(self, model: nn.Module, **facts: Any) -> Sync:
+        sync = self._kind.attach(model, self._settings, self._environment(**facts))
+        reducer = sync.reducer
+        if reducer is None or reducer.network.world_size == 1:
+            return sync
         if self._roll_call is None:
             self._roll_call = RollCall(
                 reducer.network.data.group,
@@ -77,7 +78,11 @@ class Compression(CommReport):
                 instead=", or use a codec without them (bf16, fp16, error_feedback=False)",
             )
         reducer.network.limit.waits_long = self._roll_call.waits
-        return reducer
+        return sync
+
+    def _environment(self, **facts: Any) -> Environment:
+        scaler = self._accelerator.scaler
+        return Environment(grad_scaler=scaler, wraps=True, several_models=True, **facts)
 
     def _steps(self) -> int:
         return sum(each.step for each in self.reducers)
@@ -92,20 +97,38 @@ class Compression(CommReport):
         """
         for prepared in optimizers:
             optimizer = getattr(prepared, "optimizer", prepared)
-            connect_to_own(optimizer, self.reducers)
+            for sync in self.syncs:
+                if sync.trains(optimizer):
+                    sync.connect([optimizer], self._environment())
             if isinstance(optimizer, OneBitAdam):
                 for name in ("clip_grad_norm_", "clip_grad_value_"):
-                    wrap_method(self._accelerator, name, partial(_refuse_to_clip, optimizer))
+                    wrap_method(self._accelerator, name, partial(self._refuse_to_clip, optimizer))
+
+    def _refuse_to_clip(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        check(Case(self._settings, optimizers=[optimizer]), at="clipping")
+
+    @property
+    def syncs(self) -> list[Sync]:
+        """What keeps replicas of the prepared models equal, in their order."""
+        return residuals.owners(self._accelerator)
 
     @property
     def reducers(self) -> list[Reducer]:
         """Of the prepared models, in their order; empty with one process."""
-        found = map(reducer_of, private.prepared_models(self._accelerator))
-        return [reducer for reducer in found if reducer is not None]
+        return [each.reducer for each in self.syncs if each.reducer is not None]
 
     @property
-    def _reports(self) -> list[Any]:
-        return residuals.owners(self._accelerator)
+    def topology(self) -> Topology | None:
+        """Nodes and groups of the ranks; None before the first model."""
+        return self.syncs[0].topology if self.syncs else None
+
+    def comm_stats(self) -> list[Mapping[str, Any]]:
+        """Bytes this rank sent, for each model in the order in which they were given."""
+        return [each.comm_stats() for each in self.syncs]
+
+    def comm_config(self) -> dict[str, Any]:
+        """Codec, exchange, nodes and versions; empty before the first model."""
+        return self.syncs[0].comm_config() if self.syncs else {}
 
     def metrics(self) -> dict[str, float]:
         """``comm/*`` of this rank, over all models; empty before the first step."""
@@ -128,8 +151,8 @@ class Compression(CommReport):
 
     def close(self) -> None:
         """Stop the threads of all models. ``lightning_dist.accelerate.Accelerator`` does it."""
-        for owner in residuals.owners(self._accelerator):
-            owner.close()
+        for sync in self.syncs:
+            sync.close()
 
     def save(self, folder: str) -> None:
         """Write the residuals of all ranks beside the other files. Collective, if there are any."""
@@ -164,10 +187,6 @@ class Compression(CommReport):
     def _is_asked(self) -> bool:
         handler = handler_of(self._accelerator)
         return handler is None or not handler.saved_by_another
-
-
-def _refuse_to_clip(optimizer: object, *_: Any, **__: Any) -> None:
-    refuse_clipping(optimizer)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str | int | float]]:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import ParallelismConfig
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
-from lightning_dist.base.private import loss_scale_of
 from lightning_dist.frameworks.accelerate import private
 from lightning_dist.frameworks.accelerate.attach import (
     is_wrapped_by,
@@ -23,12 +22,8 @@ from lightning_dist.frameworks.accelerate.compression import Compression
 from lightning_dist.settings import FromOutside, Resolved, from_outside
 from lightning_dist.settings.sharded import ShardedSettings
 from lightning_dist.settings.signatures import takes
-from lightning_dist.sync.fsdp.attach import (
-    ShardedExchange,
-    attach_replicas,
-    attach_shards,
-)
-from lightning_dist.sync.rules import require_one_momentum
+from lightning_dist.sync.base import sync_of
+from lightning_dist.sync.fsdp.attach import kind_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -88,11 +83,10 @@ class ShardedCompression(Compression):
     """The compression of one Accelerator; made by :meth:`CompressedFSDPPlugin.attach`."""
 
     def __init__(self, accelerator: Accelerator, settings: ShardedSettings) -> None:
-        super().__init__(accelerator, settings)
-        self._sharded = settings
-        self._exchanges: dict[nn.Module, ShardedExchange] = {}
+        super().__init__(accelerator, settings, kind_of(settings))
+        self._has_replicas = settings.parameters is None
         wrap_method(accelerator, "prepare", self._prepare)
-        if settings.parameters is None:
+        if self._has_replicas:
             config = copy(accelerator.parallelism_config)
             config.__class__ = ShardedParallelism
             accelerator.state.parallelism_config = config
@@ -103,29 +97,24 @@ class ShardedCompression(Compression):
 
     def _prepare(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
+        optimizers = [each.optimizer for each in private.prepared_optimizers(self._accelerator)]
         for model in private.prepared_models(self._accelerator):
-            if model not in self._exchanges:
-                for optimizer in private.prepared_optimizers(self._accelerator):
-                    require_one_momentum(optimizer.optimizer, self._settings)
-                self._exchanges[model] = self._attach(model)
+            if sync_of(model) is None:
+                sync = self._attach(model, mesh=self._mesh())
+                own = [each for each in optimizers if sync.trains(each)]
+                sync.connect(own, self._environment())
         return prepared
 
-    def _attach(self, model: nn.Module) -> ShardedExchange:
+    def _mesh(self) -> DeviceMesh:
         accelerator = self._accelerator
-        grad_scale = loss_scale_of(accelerator.scaler)
-        if self._sharded.parameters is not None:
-            every = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-            return attach_shards(model, self._sharded, mesh=every, grad_scale=grad_scale)
-        return attach_replicas(
-            model,
-            self._settings,
-            mesh=accelerator.torch_device_mesh[_MESH],
-            grad_scale=grad_scale,
-        )
+        if self._has_replicas:
+            mesh: DeviceMesh = accelerator.torch_device_mesh[_MESH]
+            return mesh
+        return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
 
     def _no_sync(self, no_sync: Any, model: nn.Module) -> AbstractContextManager[None]:
-        found = self._exchanges.get(model)
-        context: AbstractContextManager[None] = found.no_sync() if found else no_sync(model)
+        sync = sync_of(model)
+        context: AbstractContextManager[None] = sync.no_sync() if sync else no_sync(model)
         return context
 
 

@@ -22,12 +22,13 @@ from lightning_dist.frameworks.accelerate.roll_call import RollCall
 from lightning_dist.settings import Resolved, from_outside
 from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
 from lightning_dist.settings.signatures import arguments_of, takes
-from lightning_dist.sync.ddp import reducer_of
+from lightning_dist.sync.base import Environment, sync_of
+from lightning_dist.sync.ddp import GradientSync
 from lightning_dist.sync.local.checks import require_replicas
 from lightning_dist.sync.local.outer_steps import LocalUpdates
-from lightning_dist.sync.local.state import WorkerStates
-from lightning_dist.sync.local.updates import attach
+from lightning_dist.sync.local.updates import LocalSync
 from lightning_dist.sync.networks import node_group
+from lightning_dist.sync.rules import Case, check
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -96,10 +97,15 @@ def _attach(
     if replicas == "node":
         assert isinstance(model, DistributedDataParallel)
         rebuild_ddp(model, node_group(model.process_group, settings, device=model.device))
-    updates = attach(model, optimizers, settings, silences=replicas == "rank")
-    network, roll_call = updates.reducer.network, None
+    environment = Environment(
+        grad_scaler=accelerator.scaler, wraps=True, saves_shards=False, replicas=replicas
+    )
+    check(Case(settings, model, optimizers, environment), at="optimizers")
+    sync = LocalSync.attach(model, settings, environment)
+    sync.connect(optimizers, environment)
+    network, roll_call = sync.reducer.network, None
     if network.world_size > 1:
-        steps = partial(getattr, updates.reducer, "step")
+        steps = partial(getattr, sync.reducer, "step")
         roll_call = RollCall(network.data.group, steps=steps, each="a worker")
         network.limit.waits_long = roll_call.waits
 
@@ -107,14 +113,12 @@ def _attach(
         if roll_call is not None:
             roll_call.meet("accelerator.save_state()")
         for index, each in enumerate(prepared_models(accelerator)[: len(weights)]):
-            if updates.is_of(each):
-                weights[index] = updates.anchor_state_dict()
+            if sync_of(each) is sync:
+                weights[index] = sync.weights_to_save(partial(weights.__getitem__, index))
 
     accelerator.register_save_state_pre_hook(save_anchor)
-    accelerator.register_for_checkpointing(
-        WorkerStates(updates, optimizers, scaler=accelerator.scaler)
-    )
-    return updates
+    accelerator.register_for_checkpointing(sync)
+    return sync.updates
 
 
 def _require_local(accelerator: Accelerator, model: nn.Module) -> None:
@@ -132,7 +136,7 @@ def _require_local(accelerator: Accelerator, model: nn.Module) -> None:
             f"{kind_of(accelerator)}; launch several processes with --multi_gpu (distributed_type: "
             "MULTI_GPU), and prepare the model first"
         )
-    if reducer_of(model.module) is not None:
+    if sync_of(model, GradientSync) is not None:
         raise ValueError(
             "The gradients of this model are compressed in every step by a CompressedDDPPlugin; "
             "leave the plugin out"

@@ -14,10 +14,7 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.frameworks.accelerate.attach import handler_of
 from lightning_dist.frameworks.accelerate.private import prepared_models
 from lightning_dist.ranks.facts import all_facts
-from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.sync.ddp import reducer_of
-from lightning_dist.sync.fsdp.attach import exchange_of
-from lightning_dist.sync.fsdp.shards import CompressedShards
+from lightning_dist.sync.base import Sync, sync_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -25,10 +22,10 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-def owners(accelerator: Accelerator) -> list[Reducer | CompressedShards]:
-    """Owner of the state of each compressed model, in their order."""
-    found = [reducer_of(each) or exchange_of(each) for each in prepared_models(accelerator)]
-    return [each for each in found if isinstance(each, Reducer | CompressedShards)]
+def owners(accelerator: Accelerator) -> list[Sync]:
+    """What keeps replicas of the prepared models equal and is saved beside them, in their order."""
+    found = [sync_of(model) for model in prepared_models(accelerator)]
+    return [each for each in found if each is not None and not each.of_one_model]
 
 
 @contextmanager

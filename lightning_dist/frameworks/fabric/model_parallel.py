@@ -1,4 +1,4 @@
-"""``Fabric(strategy=CompressedModelParallelStrategy(parallelize_fn))``."""
+"""Strategies of Fabric whose models are sharded inside of every node by ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -13,31 +13,93 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.frameworks.fabric.residuals import SavesResiduals
-from lightning_dist.frameworks.lightning.launcher import FollowsLauncher
-from lightning_dist.frameworks.strategies.model_parallel import ModelParallelArguments
-from lightning_dist.frameworks.strategies.other_package import OfOneFramework
-from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.frameworks.fabric.base import SyncStrategy
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.local_updates import Replicas, ShardedLocalUpdateSettings
+from lightning_dist.settings.sharded import MeshSettings, ShardedSettings
 from lightning_dist.settings.signatures import takes
-from lightning_dist.sync.mesh import ReplicatedMesh
+from lightning_dist.sync.arguments import require_sharded_arguments
+from lightning_dist.sync.base import Environment, Sync
+from lightning_dist.sync.fsdp.attach import kind_of
+from lightning_dist.sync.local.checks import require_shards_as_workers
+from lightning_dist.sync.local.outer_steps import LocalUpdates
+from lightning_dist.sync.local.updates import LocalSync
+from lightning_dist.sync.mesh import (
+    exchange_mesh,
+    replicated_mesh,
+    require_sizes,
+    sampler_arguments,
+)
 
 
-class ReplicatedModelParallel(
-    OfOneFramework, ReplicatedMesh, FollowsLauncher, ModelParallelStrategy
-):
-    """Fabric's ``ModelParallelStrategy`` with a mesh of several nodes."""
+class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
+    """Fabric's ``ModelParallelStrategy`` with a mesh of several nodes and a :class:`.Sync`."""
+
+    @takes(ExchangeSettings)
+    @takes(MeshSettings, "sizes")
+    def __init__(self, settings: ExchangeSettings, sizes: MeshSettings, **kwargs: Any) -> None:
+        """Check the arguments; nothing here may depend on rank or device.
+
+        Args:
+            settings: each an argument of the strategy.
+            sizes: each an argument of the strategy.
+            **kwargs: everything else that ``ModelParallelStrategy`` takes.
+
+        Raises:
+            ValueError: a setting that does not exist, is out of range or cannot take effect.
+        """
+        require_sharded_arguments(type(self), settings, kwargs)
+        require_sizes(settings, sizes)
+        self._sizes = sizes
+        super().__init__(settings, **kwargs)
+        self._backward_sync_control: Any = self
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return sampler_arguments(self.device_mesh)
 
     @override
     def setup_environment(self) -> None:
         # Not that of ModelParallelStrategy, whose mesh has no replicas.
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
-        self._device_mesh = self._replicated_mesh()
+        self._device_mesh = replicated_mesh(self._settings, self._sizes, device=self.root_device)
+
+    @override
+    def _environment(self, **facts: Any) -> Environment:
+        mesh = exchange_mesh(self._settings, self.device_mesh)
+        return super()._environment(mesh=mesh, **facts)
+
+    @override
+    def setup_module(self, module: Module) -> Module:
+        self._require_room()
+        environment = self._environment()
+        model = super().setup_module(module)
+        if environment.mesh is not None:
+            self._attach(model, environment)
+        return model
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        """Context of ``fabric.no_backward_sync``."""
+        found = (sync.no_sync() for sync in self.syncs if sync.model is module and enabled)
+        return next(found, nullcontext())
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        saved = self._saved(state)
+        if self._save_distributed_checkpoint and not all(s.saves_optimizers for s in self.syncs):
+            # Not a mixture of the workers' optimizers.
+            saved = {k: each for k, each in saved.items() if not isinstance(each, Optimizer)}
+        with self._shared_weights():
+            ModelParallelStrategy.save_checkpoint(self, path, saved, *args, **kwargs)
+
+    def _shared_weights(self) -> AbstractContextManager[None]:
+        first = self.syncs[0] if self._kind_of_sync().of_one_model and self.syncs else None
+        return nullcontext() if first is None else first.shared_weights()
 
 
-class CompressedModelParallelStrategy(
-    ModelParallelArguments, SavesResiduals, ReplicatedModelParallel
-):
+class CompressedModelParallelStrategy(SyncModelParallelStrategy):
     """Fabric's model parallelism with compressed gradients between replicas.
 
     ``parallelize_fn(module, device_mesh)`` calls ``fully_shard`` with
@@ -55,20 +117,68 @@ class CompressedModelParallelStrategy(
         **kwargs: Any,
     ) -> None:
         super().__init__(settings, parallelize_fn=parallelize_fn, **kwargs)
-        self._backward_sync_control: Any = self
 
     @override
-    def setup_module(self, module: Module) -> Module:
-        model = super().setup_module(module)
-        self._compress(model, precision=self.precision)
-        return model
+    def _kind_of_sync(self) -> type[Sync]:
+        assert isinstance(self._settings, ShardedSettings)
+        return kind_of(self._settings)
+
+
+class LocalUpdateModelParallelStrategy(SyncModelParallelStrategy):
+    """Fabric's model parallelism inside nodes, and outer steps between them.
+
+    ``parallelize_fn(module, device_mesh)`` calls ``fully_shard`` with
+    ``device_mesh["data_parallel"]``; the other arguments are as of the Lightning strategy of that
+    name. One model and one optimizer, made from the parameters of the sharded model::
+
+        model = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+
+    All else is as of Fabric's :class:`~lightning_dist.fabric.LocalUpdateStrategy`.
+    """
+
+    @takes(ShardedLocalUpdateSettings)
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], Module],
+        settings: ShardedLocalUpdateSettings,
+        *,
+        replicas: Replicas = "rank",
+        **kwargs: Any,
+    ) -> None:
+        require_shards_as_workers(replicas)
+        super().__init__(settings, parallelize_fn=parallelize_fn, **kwargs)
+
+    @override
+    def _kind_of_sync(self) -> type[Sync]:
+        return LocalSync
+
+    @property
+    def updates(self) -> LocalUpdates | None:
+        """The outer steps; None before the model is set up."""
+        first = self.syncs[0] if self.syncs else None
+        return first.updates if isinstance(first, LocalSync) else None
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], *scheduler: Any
+    ) -> Any:
+        raise ValueError(
+            "fully_shard replaces parameters, and got an optimizer that was made before; call "
+            "fabric.setup_module(model), make the optimizer of model.parameters(), and call "
+            "fabric.setup_optimizers(optimizer)"
+        )
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._require_optimizer(optimizer)
+        if not self.syncs:
+            raise ValueError(
+                "Local updates need the model before its optimizer, got an optimizer; call "
+                "fabric.setup_module(model) first"
+            )
+        if self._first:
+            raise ValueError(
+                "One optimizer can take local steps of a sharded model, got a second one; give all "
+                "parameters to one, in groups, or use lightning_dist.local_updates"
+            )
         return super().setup_optimizer(optimizer)
-
-    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """Context of ``fabric.no_backward_sync``."""
-        found = (each for each in self._exchanges if each.model is module and enabled)
-        return next((each.no_sync() for each in found), nullcontext())

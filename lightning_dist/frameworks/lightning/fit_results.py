@@ -35,9 +35,9 @@ class ResultsLauncher(MultiProcessingLauncher):
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         extra = super().get_extra_results(trainer)
-        for reducer in trainer.strategy.reducers:  # one, or none
+        if trainer.strategy.sync is not None:
             # As bytes: Lightning looks for tensors in all else, and changes it.
-            extra[_KEY] = pickle.dumps(FitResults(reducer))
+            extra[_KEY] = pickle.dumps(FitResults(trainer.strategy.sync))
         return extra
 
     @override

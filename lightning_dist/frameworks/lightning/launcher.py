@@ -74,38 +74,31 @@ def launch_of(environment: ClusterEnvironment | None) -> Launch | None:
     return launch if launch.is_elastic else None
 
 
-class FollowsLauncher:
-    """Mixin before a ``DDPStrategy`` of Lightning or Fabric. No torchrun, no change."""
+def follow(strategy: Any) -> None:
+    """Give a strategy of ours the launcher's ranks, before it makes its own launcher.
 
-    cluster_environment: ClusterEnvironment | None
+    Devices, nodes and environment are there when the trainer is built, and unused yet.
+    """
+    launch = launch_of(strategy.cluster_environment)
+    if launch is not None and launch.local_world_size is not None:
+        follow_launcher(strategy)
+        if type(strategy.cluster_environment) in (TorchElasticEnvironment, ElasticEnvironment):
+            strategy.cluster_environment = FollowedEnvironment()
 
-    def _configure_launcher(self) -> None:
-        # Called when the trainer is built: devices, nodes and environment are there, unused yet.
-        launch = launch_of(self.cluster_environment)
-        if launch is not None and launch.local_world_size is not None:
-            follow_launcher(self)
-            if type(self.cluster_environment) in (TorchElasticEnvironment, ElasticEnvironment):
-                self.cluster_environment = FollowedEnvironment()
-        super()._configure_launcher()  # type: ignore[misc]
 
-    def _setup_distributed(self) -> None:  # Lightning's DDPStrategy has setup_distributed
-        init_process_group(self)
-        super()._setup_distributed()  # type: ignore[misc]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        launch = launch_of(self.cluster_environment)
-        if launch is None or isinstance(self.cluster_environment, MembersEnvironment):
-            kwargs: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
-            return kwargs
-        return {"num_replicas": launch.world_size, "rank": launch.rank}
+def sampler_arguments(environment: ClusterEnvironment | None) -> dict[str, Any] | None:
+    """Arguments of a sampler for the launcher's ranks; None where there is no launcher."""
+    launch = launch_of(environment)
+    if launch is None or isinstance(environment, MembersEnvironment):
+        return None
+    return {"num_replicas": launch.world_size, "rank": launch.rank}
 
 
 def follow_launcher(strategy: Any) -> None:
     """Give a ``DDPStrategy`` the launcher's devices and nodes; no change where it says neither.
 
-    For a strategy without :class:`FollowsLauncher`, after it was built: its sampler then counts the
-    ranks right where all nodes have equally many.
+    For a strategy that is not ours, after it was built: its sampler then counts the ranks right
+    where all nodes have equally many.
 
     Raises:
         ValueError: there are fewer GPUs than ranks on this node.

@@ -1,61 +1,80 @@
-"""``Trainer(strategy="compressed_ddp")``."""
+"""``Trainer(strategy="compressed_ddp")``: DDP with compressed gradients, and without lost ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
-import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dist.base.private import loss_scale_of
+from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
+from lightning_dist.elastic.recovery.generations import Generations
+from lightning_dist.elastic.recovery.groups import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
+from lightning_dist.elastic.recovery.mirror import settings_to_recover
 from lightning_dist.frameworks.lightning import rank_zero
-from lightning_dist.frameworks.lightning.base import CompressingStrategy
-from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.frameworks.lightning.fit_results import ResultsLauncher
-from lightning_dist.frameworks.lightning.launcher import FollowsLauncher, init_process_group
-from lightning_dist.frameworks.lightning.recovering import RecoversInProcess
-from lightning_dist.frameworks.strategies.arguments import (
-    CHECKPOINT_KEY,
-    CompressionArguments,
-)
-from lightning_dist.sync.ddp import attach, connect_optimizers
-from lightning_dist.sync.rules import require_compressible, require_one_optimizer
+from lightning_dist.frameworks.lightning.base import BeforeSetup
+from lightning_dist.frameworks.lightning.ddp import SyncDDPStrategy
+from lightning_dist.frameworks.lightning.launcher import MembersEnvironment
+from lightning_dist.ranks.membership import Membership
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.run import RecoveryMode, RecoverySettings
+from lightning_dist.sync.base import Sync
+from lightning_dist.sync.ddp import GradientSync
 
-if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
-
-    from lightning_dist.reducer.reducer import Reducer
+_T = TypeVar("_T")
 
 
-class CompressedDDPStrategy(
-    CompressingStrategy, CompressionArguments, RecoversInProcess, FollowsLauncher, DDPStrategy
-):
+class CompressedDDPStrategy(SyncDDPStrategy):
     """DDP with compressed gradients, on every device and backend that DDP supports.
 
-    Arguments: see :class:`.CompressionArguments`, and everything ``DDPStrategy`` takes.
+    Arguments: those of ``compress_ddp``, and everything ``DDPStrategy`` takes.
 
     Checkpoints hold the residuals of all ranks under ``"lightning_dist"``. They load under plain
     ``ddp``, and checkpoints of ``ddp`` load here.
+
+    With ``recovery="in_process"`` it takes part in generations of workers. Workers that are there
+    at the start are in the first one from the set-up of the process group on. One that comes later
+    sets up a Trainer alone, as a rank that is not the leader, until its ElasticRestart meets the
+    others.
     """
 
-    _can_recover = True
+    sync: GradientSync | None = None
+    recovery: RecoveryMode = "restart"
+    """The user's setting."""
+    mirror_every: int | None = None
+    """As of :class:`.StepRecovery`."""
+    generations: Generations | None = None
+    """None where lost ranks mean a restart of all."""
+    members: Membership | None = None
+    """Of the first generation; None in a worker that has come later."""
+    complete_step: Callable[[Callable[[], Any]], Any] | None = None
+    """Computes a closure of an optimizer until its gradients were exchanged."""
+    together: Callable[..., Any] | None = None
+    """Computes a collective until all ranks have its result; see :meth:`.Sections.run`."""
+    _is_apart = False
 
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method != "popen":
-            self._launcher = ResultsLauncher(self, start_method=self._start_method)
+    def _kind_of_sync(self) -> type[Sync]:
+        return GradientSync
+
+    @override
+    def _recoverable(
+        self, settings: ExchangeSettings, recovering: RecoverySettings
+    ) -> ExchangeSettings:
+        self.recovery, self.mirror_every = recovering.recovery, recovering.mirror_every
+        return settings_to_recover(settings, recovering)
 
     @override
     def setup_distributed(self) -> None:
         if self.recovery == "in_process" and self._fits:
             self._begin_recovery()
-        init_process_group(self)
         super().setup_distributed()
 
     @property
@@ -64,93 +83,173 @@ class CompressedDDPStrategy(
         return module is not None and module.trainer.state.fn == "fit"
 
     def _begin_recovery(self) -> None:
-        from lightning_dist.frameworks.lightning.elastic.restart import ElasticRestart
-
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        if trainer.fast_dev_run or not any(
-            isinstance(e, ElasticRestart) for e in trainer.callbacks
-        ):
+        callbacks = (each for each in trainer.callbacks if isinstance(each, BeforeSetup))
+        if trainer.fast_dev_run or not any(each.reshards_data for each in callbacks):
             raise ValueError(
                 "recovery='in_process' needs ElasticRestart(...) among the callbacks, which "
                 "reshards the data over the remaining ranks, and a fit without fast_dev_run"
             )
         environment = RecoveryEnvironment.from_env()
         if environment is not None:
-            self.begin_recovery(environment)
+            self._join_generation(environment)
             return
         rank_zero.warn(
             "recovery='in_process' takes effect under `lightning-dist launch` only; here all ranks "
             "restart if one is lost"
         )
 
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._before_setup()
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-        require_one_optimizer(self._settings, len(self.optimizers))
-        if self._reducer is not None and self.optimizers:
-            clips = bool(trainer.gradient_clip_val)
-            connect_optimizers(self.optimizers, self._reducer, clips=clips)
-
-    @override
-    def configure_ddp(self) -> None:
-        assert self.model is not None
-        require_compressible(self.model, self._settings)
-        super().configure_ddp()
-        model: DistributedDataParallel = self.model
-        self._logged_step = 0
-        growing = self.generations.groups.growing if self.generations else nullcontext
-        with growing():
-            self._reducer = attach(
-                model,
-                self._settings,
-                grad_scale=loss_scale_of(getattr(self.precision_plugin, "scaler", None)),
-                continue_from=self._reducer,
-                groups=self._groups,
+    def _join_generation(self, environment: RecoveryEnvironment) -> None:
+        """Make the process group: of all that are there at the start, or of this process alone."""
+        if dist.is_initialized():
+            raise ValueError(
+                "recovery='in_process' creates the process group itself, and one exists already; "
+                "leave out init_process_group, and call fit() once per process"
             )
+        self.generations = generations = Generations(environment)
+        self.cluster_environment = environment_of_members = MembersEnvironment()
+        if generations.finds_others():
+            init_alone()
+            environment_of_members.is_apart = self._is_apart = True
+            return
+        generation = generations.announce("")
+        if generation.number > 0 and not generation.ends:  # it was made meanwhile, without us
+            generations.end("it is not ready for others yet", code=EXIT_EVICTED)
+        try:
+            members, *groups = generations.enter(generation, has_state=False)
+        except RuntimeError as error:
+            generations.end(f"a rank was lost at the start: {error}", code=EXIT_RESTART)
+        self._groups = (groups[0], groups[1])
+        self.members = members
+        self.become(members)
+
+    @property
+    def ddp(self) -> DistributedDataParallel:
+        """The module in DDP, in a fit."""
+        assert isinstance(self.model, DistributedDataParallel)
+        return self.model
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker has come later, and has not met the others."""
+        return self._is_apart
+
+    def become(self, members: Membership) -> None:
+        """Be a rank of ``members``."""
+        assert isinstance(self.cluster_environment, MembersEnvironment)
+        self._leader = self.cluster_environment.leader = members.ranks.leader
+        self.cluster_environment.is_apart = False
+        self.set_world_ranks()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, nothing is asked of other ranks: they do not set up a training."""
+        before, self._is_apart = self._is_apart, True
+        try:
+            yield
+        finally:
+            self._is_apart = before
+
+    def meets(self) -> None:
+        """This worker is one of all from now on."""
+        self._is_apart = False
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        # Called on all ranks. Weights-only checkpoints have no optimizer states.
-        if self._reducer is not None and "optimizer_states" in checkpoint:
-            self._add_state(checkpoint, self._reducer)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+    def meet(self, body: Callable[[], _T], *, instead: Callable[[], _T] | None = None) -> _T:
+        if self.together is None:
+            return body()
+        found: _T = self.together(body, instead=instead)
+        return found
 
-    def _add_state(self, checkpoint: dict[str, Any], reducer: Reducer) -> None:
-        """Add what an exact restart needs, on rank 0. Collective."""
-        state = self._state_for(self.checkpoint_io, reducer)
-        if state is not None:
-            checkpoint[CHECKPOINT_KEY] = state
-
-    def _state_for(self, io: CheckpointIO, reducer: Reducer) -> dict[str, Any] | None:
-        if not isinstance(io, CheckpointerIO) or not io.sharded:
-            return self.meet(lambda: reducer.state_dict(to=self._leader))
-        return io.spread_state_of(reducer)
+    @override
+    def _making_groups(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.generations is None else self.generations.groups.growing()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        # The first moment of a restore at which DDP, and so the reducer, is there.
-        super().load_optimizer_state_dict(checkpoint)
-        if self._reducer is not None and not self.joins:  # a newcomer has what regrouping gave it
-            self._reducer.load_state_dict(checkpoint.get(CHECKPOINT_KEY))
+        if self.joins:  # a newcomer has what regrouping gave it
+            DDPStrategy.load_optimizer_state_dict(self, checkpoint)
+        else:
+            super().load_optimizer_state_dict(checkpoint)
+
+    # What Lightning asks of all ranks, by the rank that it knows.
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self.generations is None:
+            return super().distributed_sampler_kwargs
+        assert self.cluster_environment is not None
+        count = dist.get_world_size()
+        return {"num_replicas": count, "rank": self.cluster_environment.global_rank() % count}
 
     @override
-    def on_train_end(self) -> None:
-        if self._reducer is not None:
-            self._reducer.wait()
-        super().on_train_end()
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._is_apart:
+            usual = super().barrier
+            self.meet(lambda: usual(*args, **kwargs), instead=lambda: None)
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        if self._is_apart:
+            return obj
+        usual = super().broadcast
+
+        def broadcast() -> _T:
+            if self.generations is None:
+                return usual(obj, src)
+            return usual(obj, (src + self._leader) % dist.get_world_size())
+
+        return self.meet(broadcast, instead=lambda: obj)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._is_apart:
+            return tensor
+        usual = super().reduce
+        if self.together is None or group is not None or not isinstance(tensor, Tensor):
+            return usual(tensor, group, reduce_op)
+        # In place: a try that has failed must leave nothing.
+        return self.meet(lambda: usual(tensor.clone(), None, reduce_op), instead=lambda: tensor)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._is_apart:
+            return tensor.unsqueeze(0)
+        usual = super().all_gather
+        if group is not None:
+            return usual(tensor, group, sync_grads)
+        found: Tensor = self.meet(
+            lambda: usual(tensor, None, sync_grads),
+            instead=lambda: torch.stack([tensor] * dist.get_world_size()),
+        )
+        return found
+
+    @override
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        complete = self.complete_step
+        if complete is not None:
+            usual = closure
+
+            def closure() -> Any:
+                return complete(usual)
+
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if exception.args and isinstance(exception.args[0], str):
-            ours = exception.args[0].replace("'ddp_find_unused", "'compressed_ddp_find_unused")
-            ours = ours.replace("=DDPStrategy(", f"={type(self).__name__}(")
-            exception.args = (ours, *exception.args[1:])
+        generations = self.generations
+        if generations is None or not isinstance(exception, RuntimeError):
+            return
+        if generations.is_broken or is_of_a_peer(exception):
+            generations.break_off(str(exception))
+            generations.end(
+                "a rank was lost outside training steps and validation, in a collective that "
+                "cannot be repeated; use those of trainer.strategy, and validate between two "
+                f"optimizer steps: {str(exception)[:200]}",
+                code=EXIT_RESTART,
+            )

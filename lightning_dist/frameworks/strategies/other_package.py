@@ -18,7 +18,6 @@ _REGISTRIES = {
 }
 """Who reads ``strategy=`` in these packages, and their registry of names."""
 
-_OF_FABRIC = "lightning_dist.frameworks.fabric."
 _HOMES = {"Trainer": "lightning_dist", "Fabric": "lightning_dist.fabric"}
 
 
@@ -38,16 +37,11 @@ def refuse_names(package: str, names: Collection[str]) -> None:
             registry.register(name, refuse, description="needs the package 'lightning'")
 
 
-class OfOneFramework:
-    """Mixin of strategies of Lightning or Fabric, whose ``repr`` says who takes them."""
-
-    def __repr__(self) -> str:
-        homes = [base.__module__ for base in type(self).__mro__]
-        is_of_fabric = any(each.startswith(_OF_FABRIC) for each in homes)
-        user = "Fabric" if is_of_fabric else "Trainer"
-        (other,) = _HOMES.keys() - {user}
-        name = type(self).__name__
-        return (
-            f"<{name} for the {user} of the package 'lightning'; a {other} takes the one of "
-            f"'from {_HOMES[other]} import {name}'>"
-        )
+def described(strategy: object, *, user: str) -> str:
+    """Text of a strategy that says who takes it: ``"Trainer"`` or ``"Fabric"``."""
+    (other,) = _HOMES.keys() - {user}
+    name = type(strategy).__name__
+    return (
+        f"<{name} for the {user} of the package 'lightning'; a {other} takes the one of "
+        f"'from {_HOMES[other]} import {name}'>"
+    )

@@ -31,11 +31,11 @@ def _made_by(module: str, name: str) -> Callable[..., Any]:
 
 
 lightning_strategy = _made_by("lightning.strategy", "CompressedDDPStrategy")
-_LOCAL = _made_by("lightning.local_updates", "LocalUpdateStrategy")
+_LOCAL = _made_by("lightning.ddp", "LocalUpdateStrategy")
 _SHARDED = _made_by("lightning.model_parallel", "CompressedModelParallelStrategy")
-_LOCAL_SHARDED = _made_by("lightning.local_model_parallel", "LocalUpdateModelParallelStrategy")
+_LOCAL_SHARDED = _made_by("lightning.model_parallel", "LocalUpdateModelParallelStrategy")
 _FABRIC = _made_by("fabric.ddp", "CompressedDDPStrategy")
-_FABRIC_LOCAL = _made_by("fabric.local_updates", "LocalUpdateStrategy")
+_FABRIC_LOCAL = _made_by("fabric.ddp", "LocalUpdateStrategy")
 
 
 def register_all() -> None:

@@ -23,7 +23,7 @@ from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.session.models import LocalModel, ShardedModel
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.sync.fsdp.attach import ShardedExchange
+from lightning_dist.sync.report import Reports
 
 _OF_RANK_0 = (
     *("schema", "started", "script"),
@@ -75,9 +75,7 @@ def rank_metadata(
     )
 
 
-def _compression_of(
-    model: DistributedDataParallel, reducer: Reducer | None
-) -> Reducer | ShardedExchange | None:
+def _compression_of(model: DistributedDataParallel, reducer: Reducer | None) -> Reports | None:
     return model.exchange if isinstance(model, ShardedModel) else reducer
 
 

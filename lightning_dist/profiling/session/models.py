@@ -17,30 +17,33 @@ from lightning_dist.profiling.capture.events import OF_NO_BUCKET
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
 from lightning_dist.ranks.channel import Watch, nothing
-from lightning_dist.sync.fsdp.attach import ShardedExchange, exchange_of
+from lightning_dist.sync.base import sync_of
 from lightning_dist.sync.fsdp.private import (
     collectives_of,
     parameter_groups_of,
     reduces_gradients,
 )
+from lightning_dist.sync.fsdp.replicas import ShardedGradients
 from lightning_dist.sync.fsdp.shards import (
     CompressedShards,
     QuantisedCollective,
     replaced_collectives,
 )
 from lightning_dist.sync.local.outer_steps import LocalUpdates
-from lightning_dist.sync.local.updates import updates_of
+from lightning_dist.sync.local.updates import LocalSync
 
 
 def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """The profiled part of ``model``: DDP, compressed shards, or local updates; None of others."""
-    updates = updates_of(getattr(model, "module", model))
-    if updates is not None:
-        return cast(DistributedDataParallel, LocalModel(updates))
+    sync = sync_of(getattr(model, "module", model), LocalSync)
+    if sync is not None:
+        return cast(DistributedDataParallel, LocalModel(sync.updates))
     if isinstance(model, DistributedDataParallel):
         return model
-    found = exchange_of(model)
-    return None if found is None else cast(DistributedDataParallel, ShardedModel(found))
+    found = sync_of(model)
+    if isinstance(found, ShardedGradients | CompressedShards):
+        return cast(DistributedDataParallel, ShardedModel(found))
+    return None
 
 
 class ShardedModel:
@@ -53,7 +56,7 @@ class ShardedModel:
     is_multi_device_module = False
     bucket_bytes_cap = None
 
-    def __init__(self, exchange: ShardedExchange) -> None:
+    def __init__(self, exchange: ShardedGradients | CompressedShards) -> None:
         self.exchange, self.module = exchange, exchange.model
         self.device, self.process_group = exchange.device, dist.group.WORLD
         self.kind: Literal["replicas", "all_ranks"] = "replicas"

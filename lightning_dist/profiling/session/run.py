@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from signal import Signals
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ from lightning_dist.ranks import host_name
 from lightning_dist.ranks.agreement import new_group_of_all
 from lightning_dist.ranks.facts import all_facts
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.sync.ddp import reducer_of
+from lightning_dist.sync.base import sync_of
 
 _TIMEOUT = 60.0
 """Seconds for the last steps of an accelerator, and for ranks to come to the end."""
@@ -102,9 +103,8 @@ class ProfileRun:
         self._has_finished = False
         self.reasons: list[str] = []
         """Unmeasured values, and the reasons."""
-        self._reducer = (
-            model.updates.reducer if isinstance(model, LocalModel) else reducer_of(model.module)
-        )
+        sync = sync_of(model.module)
+        self._reducer = None if sync is None else sync.reducer
         if _is_profiled(model, self._reducer):
             raise ValueError(
                 "This model is profiled already, and one CommProfiler at a time can see its "
@@ -341,7 +341,9 @@ class ProfileRun:
         return "" if self._predicts else "predict=False"
 
     def _costs(self, run: Run, observed: Observed) -> Costs:
-        wish = "auto" if self._reducer is None else self._reducer.settings.compile_kernels
+        wish: bool | Literal["auto"] = "auto"
+        if self._reducer is not None:
+            wish = self._reducer.settings.compile_kernels
         fused = runs_compiled(observed, wish)
         costs = measure_costs(run, observed, fused=fused, device=self._device)
         if costs.by_name:

@@ -7,27 +7,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_dist.base.accelerator import is_accelerator
+from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import map_tensors, name_before_compile
-from lightning_dist.ranks import Topology
+from lightning_dist.exchange.replicate import replicate
 from lightning_dist.ranks.spread import Read, Spread, read_whole, run_of
 from lightning_dist.reducer.parts import Held
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.saved import require_mapping
+from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.sync.base import Environment, Sync, continued, remember, sync_of
+from lightning_dist.sync.ddp import compile_kernels, describe_parameters, expect_compression
+from lightning_dist.sync.effect import require_effect
 from lightning_dist.sync.fsdp.backward import BackwardEnd
-from lightning_dist.sync.fsdp.checks import ParameterGroup
+from lightning_dist.sync.fsdp.checks import ParameterGroup, shard_dimension, trained_groups
 from lightning_dist.sync.fsdp.private import runs_after_accumulation
 from lightning_dist.sync.fsdp.tensor_parts import ROWS, TensorPart, TensorParts
+from lightning_dist.sync.in_force import show
+from lightning_dist.sync.networks import sharded_network
+from lightning_dist.sync.optimizers import watch_optimizers
+from lightning_dist.sync.rules import Case, check
 from lightning_dist.sync.trained import flags_of
+
+log = get_logger(__name__)
 
 _ZEROS_FOR_UNUSED = (
     "call model.set_reduce_scatter_unused_params(True) before training (torch 2.13 or newer)"
@@ -45,7 +59,7 @@ class ShardedGroup:
     skipped: bool = False  # its last gradients were not exchanged
 
 
-class ShardedGradients:
+class ShardedGradients(Sync):
     """Averages the gradient shards of a model between replicas with ``reducer``.
 
     FSDP's all-reduce hook hands over the flat shard of a parameter group once it is reduced inside
@@ -56,6 +70,9 @@ class ShardedGradients:
         renewed: gives those of the parameters that are trained at that time.
     """
 
+    entry: ClassVar[str] = "compress_fsdp"
+    reducer: Reducer
+
     def __init__(
         self,
         model: nn.Module,
@@ -64,7 +81,8 @@ class ShardedGradients:
         *,
         renewed: Callable[[], Sequence[ShardedGroup]],
     ) -> None:
-        self.model, self.reducer, self._renewed = model, reducer, renewed
+        self.settings, self._optimizers = reducer.settings, list[Optimizer]()
+        self._model, self.reducer, self._renewed = model, reducer, renewed
         self.synchronises = True
         """Whether the next backward pass exchanges gradients between replicas."""
         self._under_way: list[Handle] = []
@@ -78,9 +96,56 @@ class ShardedGradients:
         return self.reducer.network.device
 
     @property
-    def closed(self) -> bool:
-        """Whether nothing is exchanged any more."""
-        return self.reducer.closed
+    @override
+    def model(self) -> nn.Module:
+        return self._model
+
+    @classmethod
+    @override
+    def attach(cls, model: nn.Module, settings: Any, environment: Environment) -> Self:
+        mesh = environment.mesh
+        assert mesh is not None
+        attached = sync_of(model)
+        check(Case(settings, model, environment=environment, attached=attached), at="model")
+        groups = trained_groups(model, mesh)
+        names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
+
+        def layouts(groups: Sequence[ParameterGroup]) -> list[ShardedGroup]:
+            return [layout_of(group, names) for group in groups]
+
+        reducer = _reducer_for(model, names, groups, settings, environment)
+        laid_out = layouts(groups)
+        slices = [(group, part) for group in laid_out for part in group.slices]
+        if (kept := continued(model, environment.before)) is not None:
+            assert kept.reducer is not None
+            reducer.step = kept.reducer.step
+            reducer.state.keep_only({part.name: part.whole for _, part in slices})
+        gradients = [(group.parameters[0].dtype, part.numel) for group, part in slices]
+        compile_kernels(reducer, gradients, says=dist.get_rank() == 0)
+        watch_optimizers(reducer, model)
+        sync = cls(model, reducer, laid_out, renewed=lambda: layouts(trained_groups(model, mesh)))
+        remember(model, sync)
+        if dist.get_rank() == 0:
+            sizes = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
+            show(lambda: f"compressed FSDP2: codec {settings.inter}, mesh {sizes}")
+        return sync
+
+    @override
+    def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
+        self._optimizers += optimizers
+        check(Case(self.settings, self.model, self._optimizers, environment), at="optimizers")
+
+    @override
+    def expect_steps(self, steps: int | None, *, done: int, is_trial: bool) -> None:
+        expect_compression(self.reducer, self._optimizers, steps, done=done, is_trial=is_trial)
+
+    @override
+    def begin_step(self) -> None:
+        self.backward.begin()
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        self.backward.watch(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,30 +160,18 @@ class ShardedGradients:
             self.synchronises = before
 
     @property
-    def topology(self) -> Topology:
-        """Nodes and groups of the ranks."""
-        return self.reducer.topology
-
-    @property
     def parts(self) -> Mapping[str, tuple[int, int]]:
         """``(start, elements)`` that this rank has of each trained parameter."""
         slices = (part for group in self._groups for part in group.slices)
         return {part.name: (part.start, part.numel) for part in slices}
 
-    def comm_stats(self) -> Mapping[str, Any]:
-        """Bytes this rank sent between replicas, as of ``Reducer.comm_stats``."""
-        return self.reducer.comm_stats()
-
-    def comm_config(self) -> dict[str, Any]:
-        """Codec, nodes and versions, for the configuration of a tracked run."""
-        return self.reducer.comm_config()
-
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
         """Residuals of all replicas on rank 0, None elsewhere. Collective; between backward passes.
 
         As of ``Reducer.state_dict``: one row per replica, put together from its shards and its
         tensor-parallel parts, so that any mesh loads it.
         """
+        assert to == 0, "shards are put together there"
         return self.tensor_parts.gathered(self.reducer.state_dict())
 
     def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
@@ -158,9 +211,15 @@ class ShardedGradients:
         return Held(part.numel, saved.dtype, loaded=loaded, start=start)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh."""
+        """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
+
+        Also from :meth:`own_state`.
+        """
         require_mapping(state)
+        state = of_this_kind(state, key="step", says=self.reducer.network.rank == 0)
         self.reducer.load_state_dict(self.tensor_parts.cut(state))
+
+    load_own_state = load_state_dict
 
     def close(self) -> None:
         """Exchange nothing more, and end the reducer."""
@@ -230,6 +289,48 @@ class ShardedGradients:
         under_way, self._under_way = self._under_way, []
         for handle in under_way:
             handle.done.wait()
+
+
+def _reducer_for(
+    model: nn.Module,
+    names: Mapping[Tensor, str],
+    groups: Sequence[ParameterGroup],
+    settings: ExchangeSettings,
+    environment: Environment,
+) -> Reducer:
+    """A reducer of the shards of ``model``, whose replicas are made equal. Collective."""
+    mesh, before = environment.mesh, continued(model, environment.before)
+    assert mesh is not None
+    shards = shard_dimension(groups, mesh)
+    parameters = describe_parameters(model)
+    network = sharded_network(mesh, shards, settings, parameters=parameters)
+    require_effect(settings, names, says=dist.get_rank() == 0)
+    between: Any = network.intra.inter if network.intra else network
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    replicate({n: local_of(tensor.detach()) for n, tensor in held.items()}, between.data)
+    return Reducer(
+        names,
+        settings=settings,
+        network=network,
+        state=None if before is None or before.reducer is None else before.reducer.state,
+        grad_scale=environment.grad_scale,
+        sharded=True,
+        in_order=True,  # FSDP launches collectives of its own in the backward pass
+    )
+
+
+def of_this_kind(
+    state: Mapping[str, Any] | None, *, key: str, says: bool
+) -> Mapping[str, Any] | None:
+    """``state`` if it has ``key``; None, with a warning, if a model was compressed otherwise."""
+    if state is None or key in state:
+        return state
+    if says:
+        log.warning(
+            "The checkpoint is of a run that was compressed in the other way, between "
+            "replicas or, with parameters=, over all ranks: residuals are dropped"
+        )
+    return None
 
 
 def _take_accumulated(group: ShardedGroup, flat: Tensor) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.log import get_logger
@@ -36,10 +38,15 @@ from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config
 from lightning_dist.settings.codecs import identity
 from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.sync.base import Environment, Sync, remember, sync_of
 from lightning_dist.sync.fsdp.backward import BackwardEnd
-from lightning_dist.sync.fsdp.checks import ParameterGroup
+from lightning_dist.sync.fsdp.checks import ParameterGroup, gathered_groups
 from lightning_dist.sync.fsdp.private import collectives_of, parameter_groups_of
+from lightning_dist.sync.fsdp.replicas import of_this_kind
 from lightning_dist.sync.fsdp.tensor_parts import ROWS
+from lightning_dist.sync.in_force import show
+from lightning_dist.sync.optimizers import OptimizerWatch
+from lightning_dist.sync.rules import Case, check
 from lightning_dist.sync.trained import flags_of
 
 log = get_logger(__name__)
@@ -47,18 +54,39 @@ log = get_logger(__name__)
 _KINDS = ("parameters", "gradients")
 
 
-class CompressedShards:
+class CompressedShards(Sync):
     """The collectives of a model that is sharded over all ranks, quantised.
 
     Made by :func:`~lightning_dist.compress_fsdp` with ``parameters=``.
     """
 
+    entry: ClassVar[str] = "compress_fsdp"
+    settings: ShardedSettings
+
+    @classmethod
+    @override
+    def attach(cls, model: nn.Module, settings: ShardedSettings, environment: Environment) -> Self:
+        assert environment.mesh is not None
+        attached = sync_of(model)
+        check(Case(settings, model, environment=environment, attached=attached), at="model")
+        sync = cls(model, settings, groups=gathered_groups(model, environment.mesh))
+        remember(model, sync)
+        if dist.get_rank() == 0:
+            show(
+                lambda: (
+                    f"compressed FSDP2 over {sync.group.size()} ranks: parameters in "
+                    f"{settings.policy_of_parameters}, gradients in {settings.policy_of_gradients}"
+                )
+            )
+        return sync
+
     def __init__(
         self, model: nn.Module, settings: ShardedSettings, *, groups: Sequence[ParameterGroup]
     ) -> None:
-        self.model, self._settings, self._parameter_groups = model, settings, groups
+        self._model, self.settings, self._parameter_groups = model, settings, groups
+        self._optimizers = list[Optimizer]()
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
-        self._names = names
+        self.names = names
         own = {
             "gradients": identity(settings.policy_of_gradients),
             "parameters": identity(settings.policy_of_parameters),
@@ -68,8 +96,8 @@ class CompressedShards:
         self.group, self.device = groups[0].group, groups[0].parameters[0].device
         facts = all_facts({**own, "node": host_name()}, group=self.group, device=self.device)
         require_equal([{key: fact[key] for key in own} for fact in facts])
-        self.topology = Topology(tuple(fact["node"] for fact in facts), self.group.rank())
-        self.closed = False
+        self._topology = Topology(tuple(fact["node"] for fact in facts), self.group.rank())
+        self._closed = False
         self._stats = CommStats()
         self._has_reduced = False  # in this backward pass
         self.backward = BackwardEnd(
@@ -79,6 +107,7 @@ class CompressedShards:
         self._reductions: dict[str, RowReduceScatter] = {}
         self._errors: dict[str, tuple[Sequence[int], State]] = {}  # with the parameter's shape
         self._flags: list[bool] | None = None
+        self._watch = OptimizerWatch(self, model)
         self._replaced = ExitStack()  # until other parameters are trained
         self._collectives: dict[tuple[int, str], QuantisedCollective] = {}  # which may be watched
         self._renew()
@@ -88,7 +117,7 @@ class CompressedShards:
 
         What is not trained now keeps no error.
         """
-        flags = flags_of(self._names)
+        flags = flags_of(self.names)
         if flags == self._flags:
             return
         self._flags = flags
@@ -96,7 +125,7 @@ class CompressedShards:
         errors = {name: held for name, (_, held) in self._errors.items()}
         self._replaced.close()
         self._replaced, self._reductions, self._errors = ExitStack(), {}, {}
-        self._replace(self._names)
+        self._replace(self.names)
         for name, reduction in self._reductions.items():
             reduction.step = steps.get(name, 0)
         for name, (_, held) in self._errors.items():
@@ -104,7 +133,7 @@ class CompressedShards:
                 own.copy_(before)
 
     def _replace(self, names: Mapping[Tensor, str]) -> None:
-        settings, every = self._settings, list[RowGather | RowReduceScatter]()
+        settings, every = self.settings, list[RowGather | RowReduceScatter]()
         for index, each in enumerate(self._parameter_groups):
             rows = _rows(settings.policy_of_parameters, each, names, each.dtype)
             quantised: dict[str, RowGather | RowReduceScatter] = {
@@ -135,9 +164,33 @@ class CompressedShards:
             )
         self._compile(every)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing is left out: gradients would be whole meanwhile."""
-        return nullcontext()
+    @override
+    def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
+        self._optimizers += optimizers
+        check(Case(self.settings, self.model, self._optimizers, environment), at="optimizers")
+
+    @override
+    def begin_step(self) -> None:
+        self.backward.begin()
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        self.backward.watch(loss)
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    @override
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    @override
+    def topology(self) -> Topology:
+        return self._topology
 
     def comm_stats(self) -> Mapping[str, Any]:
         """Bytes this rank sent, as of ``Reducer.comm_stats``; of ``parameters`` and ``gradients``.
@@ -153,8 +206,8 @@ class CompressedShards:
     def comm_config(self) -> dict[str, Any]:
         """Codecs, nodes and versions, for the configuration of a tracked run."""
         return {
-            **run_config(self._settings, None),
-            "parameters": str(self._settings.policy_of_parameters),
+            **run_config(self.settings, None),
+            "parameters": str(self.settings.policy_of_parameters),
             "exchange": "sharded",
             **places(self.topology),
         }
@@ -163,13 +216,14 @@ class CompressedShards:
         """Bytes held between steps: ``residual_bytes``, 0 without error feedback."""
         return {"residual_bytes": sum(each.nbytes for each in self._reductions.values())}
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
         """State of all ranks on the first rank, None elsewhere. Collective; between passes.
 
         ``{"steps"}``, where random numbers go on. With error feedback also ``"errors"``,
         ``{parameter name: [scales, codes]}`` with a row of every rank: ranks times ``memory()``
         bytes on the CPU of the first rank. A sharded checkpoint leaves each row on its rank.
         """
+        assert to == 0, "rows are put together there"
         state, spreads = self.spread_state_dict(device="meta" if self.group.rank() else "cpu")
         gather(spreads, Channel(self.group), device=self.device)
         return state if self.group.rank() == 0 else None
@@ -219,6 +273,7 @@ class CompressedShards:
         are dropped, with a warning.
         """
         require_mapping(state)
+        state = of_this_kind(state, key="steps", says=self.group.rank() == 0)
         state = {"steps": {}} if state is None else state
         for name, each in self._reductions.items():
             each.step = int(state["steps"].get(name, 0))
@@ -226,6 +281,8 @@ class CompressedShards:
                 held.zero_()
         if "errors" in state:
             self._load_errors(state)
+
+    load_own_state = load_state_dict
 
     def _load_errors(self, state: Mapping[str, Any]) -> None:
         before, ranks, dropped = state["world_size"], self.group.size(), 0
@@ -255,7 +312,8 @@ class CompressedShards:
         """Leave the collectives to torch again."""
         self.backward.remove()
         self._replaced.close()
-        self.closed = True
+        self._watch.close()
+        self._closed = True
 
     def _quantised(
         self, index: int, quantised: Mapping[str, RowGather | RowReduceScatter], op: str, _: Any
@@ -289,7 +347,7 @@ class CompressedShards:
         self._stats.drop_step()
 
     def _compile(self, every: Sequence[RowGather | RowReduceScatter]) -> None:
-        wish, numel = self._settings.compile_kernels, sum(each.rows.numel for each in every)
+        wish, numel = self.settings.compile_kernels, sum(each.rows.numel for each in every)
         if is_accelerator(self.device):
             if wish is True:
                 raise ValueError(

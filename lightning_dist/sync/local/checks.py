@@ -1,32 +1,16 @@
-"""Models, optimizers and codecs that cannot take local steps: refused at the start."""
+"""Outer schedules, replicas and steps that local updates refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
-from lightning_dist.sync.onebit_adam import OneBitAdam
 
 log = get_logger(__name__)
 _STABLE_OUTER_LR = 0.1
 """With which 1,000 outer steps of a small model stay finite; see the guide on local steps."""
-
-
-def require_local(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ValueError unless the optimizers step alone."""
-    for each in optimizers:
-        if isinstance(each, OneBitAdam | ZeroRedundancyOptimizer):
-            raise ValueError(
-                f"{type(each).__name__} exchanges between ranks in every step, and local steps are "
-                "of one worker alone; use torch.optim.AdamW"
-            )
 
 
 def warn_of_bursts(settings: LocalUpdateSettings) -> None:
@@ -55,30 +39,12 @@ def require_replicas(replicas: Replicas, settings: LocalUpdateSettings) -> None:
         )
 
 
-def require_workers(
-    module: nn.Module,
-    synced: DistributedDataParallel | None,
-    settings: LocalUpdateSettings,
-    *,
-    world_size: int,
-) -> None:
-    """Raise ValueError unless every worker changes its model alone."""
-    if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+def require_shards_as_workers(replicas: Replicas) -> None:
+    """Raise ValueError unless a worker is what holds a sharded model."""
+    if replicas != "rank":
         raise ValueError(
-            f"{type(module).__name__} has a DistributedDataParallel inside, which averages "
-            "gradients in every step; give the module that it wraps"
-        )
-    over_all = synced is not None and synced.process_group.size() == world_size
-    if settings.ddp_steps and not over_all:
-        raise ValueError(
-            "ddp_steps is a number of steps of plain DDP, so the model must be a "
-            f"DistributedDataParallel over all {world_size} ranks; wrap it, or leave ddp_steps out"
-        )
-    if over_all and not settings.ddp_steps and world_size > 1:
-        raise ValueError(
-            "The model is a DistributedDataParallel over all ranks, which averages gradients in "
-            "every step; give the module itself, or one over the ranks of a worker "
-            "(process_group=), or set ddp_steps"
+            f"replicas={replicas!r} is for models that each rank has as a whole, and "
+            "here all ranks of a node are one worker; leave it out"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -23,6 +23,8 @@ from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.saved import require_mapping
 from lightning_dist.settings.local_updates import LocalUpdateSettings
+from lightning_dist.sync.base import Sync
+from lightning_dist.sync.effect import require_effect
 from lightning_dist.sync.fsdp.checks import (
     require_all_sharded,
     reshard,
@@ -38,7 +40,6 @@ from lightning_dist.sync.local.shards import (
     OuterState,
     WorkerShards,
 )
-from lightning_dist.sync.rules import require_effect
 
 log = get_logger(__name__)
 
@@ -48,12 +49,14 @@ STATE_VERSION = 2
 class LocalUpdates:
     """The outer steps of a model that is trained in local ones; see :func:`local_updates`."""
 
+    sync: Sync
+    """What frameworks use of it."""
+
     def __init__(
         self,
         module: nn.Module,
         settings: LocalUpdateSettings,
         *,
-        optimizers: Sequence[Optimizer],
         network: Network,
         synced: DistributedDataParallel | None = None,
         ranks_per_worker: int = 1,
@@ -104,11 +107,14 @@ class LocalUpdates:
         """Called at the end of every :meth:`step`."""
         self._exposed = 0.0  # seconds in exchanges since the anchor has moved
         self._has_stepped = self._has_finished = False
-        self._optimizers = optimizers
-        for each in optimizers:
-            hook = each.register_step_pre_hook(untraced(self._before_optimizer))
-            self.reducer.at_close.append(hook.remove)
+        self._optimizers: list[Optimizer] = []
         self._set_aside: dict[str, Tensor] | None = None  # own weights, while the anchor's are used
+
+    def connect(self, optimizer: Optimizer) -> None:
+        """Take an optimizer of the local steps."""
+        self._optimizers.append(optimizer)
+        hook = optimizer.register_step_pre_hook(untraced(self._before_optimizer))
+        self.reducer.at_close.append(hook.remove)
 
     @property
     def outer_optimizer(self) -> Optimizer:

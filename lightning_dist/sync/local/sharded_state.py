@@ -32,8 +32,6 @@ class ShardedWorkerStates(WorkerStates):
     The ``"buffers"`` of a worker are a list, of those of each of its ranks.
     """
 
-    _takes_shards = True
-
     @property
     def _place(self) -> tuple[int, int, int]:
         """Number of this rank's worker, of this rank among the worker's, and of these."""
@@ -43,6 +41,7 @@ class ShardedWorkerStates(WorkerStates):
         return shards.between.rank, shards.rank, shards.size
 
     @property
+    @override
     def is_of_first(self) -> bool:
         """True if this rank belongs to the first worker."""
         return self._place[0] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dist.base.private import map_tensors
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.spread import Read, Spread, read_whole, run_of
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.fragments import first_row
 from lightning_dist.sync.local.outer_steps import LocalUpdates
@@ -34,12 +35,7 @@ class WorkerStates:
         updates: their outer steps.
         optimizers: of this worker, always in the same order.
         scaler: of this worker, which skips steps of its own.
-
-    Raises:
-        ValueError: the model is sharded.
     """
-
-    _takes_shards = False
 
     def __init__(
         self,
@@ -48,15 +44,12 @@ class WorkerStates:
         *,
         scaler: GradScaler | None = None,
     ) -> None:
-        if updates.shards is not None and not self._takes_shards:
-            raise ValueError(
-                "LocalUpdateStrategy, Accelerate and ElasticLoop save workers whose ranks have the "
-                "whole model, got one that fully_shard has sharded; use "
-                "LocalUpdateModelParallelStrategy with Lightning or Fabric, or call "
-                "lightning_dist.local_updates in a loop of your own, and save its state_dict() and "
-                "the model and optimizer of every rank"
-            )
         self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
+
+    @property
+    def is_of_first(self) -> bool:
+        """True if this rank belongs to the first worker."""
+        return self._updates.reducer.network.rank == 0
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
@@ -95,8 +88,27 @@ class WorkerStates:
         }
         return own if self._scaler is None else {**own, "scaler": self._scaler.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, the same object on every rank. Collective.
+    def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> dict[str, Any]:
+        """This worker's part of :meth:`state_dict`.
+
+        Args:
+            read: gives a part of a tensor of ``state``, which may be in a file.
+        """
+        rank, workers = self._updates.reducer.network.rank, state["workers"]
+        own = workers[rank % len(workers)]
+        buffers = own["buffers"]  # of a sharded worker those of each of its ranks
+        found = {
+            "shared": self._updates.own_state(state["shared"], read=read),
+            "buffers": buffers if isinstance(buffers, Mapping) else buffers[0],
+            "optimizer_states": own["optimizer_states"],
+            "scaler": own.get("scaler"),
+            "parameters": own["parameters"] if rank < len(workers) else None,
+        }
+        rest: dict[str, Any] = map_tensors(partial(read_whole, read=read), found)
+        return rest
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`own_state`. Collective.
 
         With another number of workers those that were there go on where they were, whatever ranks
         they are now; those who join take the anchor, and moments of a worker of before. Those who
@@ -105,23 +117,6 @@ class WorkerStates:
         Raises:
             ValueError: see :meth:`LocalUpdates.load_state_dict`.
         """
-        self.load_own_state(self.own_state(state))
-
-    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This worker's part of :meth:`state_dict`."""
-        rank, workers = self._updates.reducer.network.rank, state["workers"]
-        own = workers[rank % len(workers)]
-        buffers = own["buffers"]  # of a sharded worker those of each of its ranks
-        return {
-            "shared": self._updates.own_state(state["shared"]),
-            "buffers": buffers if isinstance(buffers, Mapping) else buffers[0],
-            "optimizer_states": own["optimizer_states"],
-            "scaler": own.get("scaler"),
-            "parameters": own["parameters"] if rank < len(workers) else None,
-        }
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`own_state`. Collective."""
         for optimizer, saved in zip(self._optimizers, state["optimizer_states"], strict=True):
             optimizer.load_state_dict(laid_out(saved, optimizer))
         if self._scaler is not None and state["scaler"] is not None:

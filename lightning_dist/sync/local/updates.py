@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from weakref import WeakKeyDictionary, ref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_dist.base.log import get_logger
+from lightning_dist.base.private import map_tensors
+from lightning_dist.ranks.spread import Read, Spread, run_of
+from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.settings.signatures import arguments_of, takes
+from lightning_dist.sync.base import Environment, Groups, Sync, remember, sync_of
 from lightning_dist.sync.ddp import describe_parameters
 from lightning_dist.sync.fsdp.checks import reshard
 from lightning_dist.sync.in_force import show
-from lightning_dist.sync.local.checks import (
-    require_local,
-    require_workers,
-    warn_of_bursts,
-)
+from lightning_dist.sync.local.checks import warn_of_bursts
 from lightning_dist.sync.local.outer_steps import LocalUpdates
+from lightning_dist.sync.local.sharded_state import ShardedWorkerStates
 from lightning_dist.sync.local.shards import WorkerShards, workers_of
-from lightning_dist.sync.networks import Groups, network_over
-from lightning_dist.sync.rules import require_compressible, require_first
+from lightning_dist.sync.local.state import WorkerStates
+from lightning_dist.sync.networks import network_over, node_group
+from lightning_dist.sync.rules import Case, check
 from lightning_dist.sync.trained import TrainedSet
 
-_attached: WeakKeyDictionary[nn.Module, ref[LocalUpdates]] = WeakKeyDictionary()
+log = get_logger(__name__)
 
 
 @takes(LocalUpdateSettings, refuse=arguments_of(DistributedDataParallel))
@@ -70,71 +77,205 @@ def local_updates(
             that cannot step locally, or ranks whose settings differ.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    return attach(model, optimizers, settings, groups=groups)
+    environment = Environment(groups=groups)
+    check(Case(settings, model, optimizers, environment), at="optimizers")
+    sync = LocalSync.attach(model, settings, environment)
+    sync.connect(optimizers, environment)
+    return sync.updates
 
 
-def attach(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    settings: LocalUpdateSettings,
-    *,
-    groups: Groups | None = None,
-    silences: bool = False,
-) -> LocalUpdates:
-    """:func:`local_updates` with checked settings.
+class LocalSync(Sync):
+    """Lets workers take optimizer steps of their own, and averages what they change."""
 
-    Args:
-        silences: a DistributedDataParallel over all ranks averages nothing from now on, where
-            there are no ``ddp_steps``: a framework has wrapped the model in it.
-    """
-    require_local(optimizers)
-    synced = model if isinstance(model, DistributedDataParallel) else None
-    module = model if synced is None else synced.module
-    if synced is not None and silences and not settings.ddp_steps:
-        synced.require_backward_grad_sync = False
-        synced = None
-    require_compressible(module)
-    require_first(updates_of(module), name="local_updates")
-    world = dist.group.WORLD if groups is None else groups[0]
-    if world is None:
-        raise ValueError("Local updates need a process group; call init_process_group first")
-    require_workers(module, synced, settings, world_size=world.size())
-    reshard(module)  # a forward pass leaves parameters that are no shards
-    inside = 1 if synced is None or settings.ddp_steps else synced.process_group.size()
-    device = next(module.parameters()).device
-    workers = workers_of(module, settings, groups=groups, device=device)
-    network = network_over(
-        world,
-        settings,
-        device=device,
-        facts={
-            "parameters": describe_parameters(module),
-            **settings.outer,
-            "outer optimizer": None if settings.outer_optimizer is None else "given",
-            "outer schedule": None if settings.outer_schedule is None else "given",
-        },
-        groups=groups,
-        tree=workers,
-    )
-    shards = None if network.intra is None or workers is None else WorkerShards(network)
-    inside = inside if shards is None else shards.size
-    updates = LocalUpdates(
-        module,
-        settings,
-        optimizers=optimizers,
-        network=network,
-        synced=synced if settings.ddp_steps else None,
-        ranks_per_worker=inside,
-        shards=shards,
-    )
-    if synced is not None:
-        updates.reducer.at_close.append(TrainedSet(synced, updates.reducer.names).close)
-    _attached[module] = ref(updates)
-    if network.rank == 0 and network.world_size > 1:
-        if settings.outer_optimizer is None:
-            warn_of_bursts(settings)
-        show(lambda: _in_force(updates, ranks_per_worker=inside))
-    return updates
+    key: ClassVar[str] = "lightning_dist_local_updates"
+    entry: ClassVar[str] = "local_updates"
+    of_one_model: ClassVar[bool] = True
+    continues: ClassVar[bool] = False
+    loads_scaler: ClassVar[bool] = True
+    settings: LocalUpdateSettings
+    reducer: Reducer
+
+    def __init__(self, updates: LocalUpdates) -> None:
+        self.updates, self.settings, self.reducer = updates, updates.settings, updates.reducer
+        self.counts_samples = self.settings.weigh_by == "samples"
+        self._is_sharded = any(isinstance(each, FSDPModule) for each in updates.module.modules())
+        self._optimizers: list[Optimizer] = []
+        self._states: WorkerStates | None = None
+        self._samples: float | None = None
+        updates.sync = self
+
+    @classmethod
+    @override
+    def ddp_arguments(
+        cls, settings: LocalUpdateSettings, environment: Environment, device: torch.device
+    ) -> Mapping[str, Any] | None:
+        if environment.replicas == "node":
+            assert dist.group.WORLD is not None
+            return {"process_group": node_group(dist.group.WORLD, settings, device=device)}
+        return {} if settings.ddp_steps else None
+
+    @classmethod
+    @override
+    def attach(
+        cls, model: nn.Module, settings: LocalUpdateSettings, environment: Environment
+    ) -> Self:
+        groups = environment.groups
+        world = dist.group.WORLD if groups is None else groups[0]
+        if world is None:
+            raise ValueError("Local updates need a process group; call init_process_group first")
+        case = Case(
+            settings,
+            model,
+            environment=environment,
+            attached=sync_of(model, cls),
+            world_size=world.size(),
+        )
+        check(case, at="module")
+        check(case, at="model")
+        synced, module = case.ddp, case.module
+        is_over_all = synced is not None and synced.process_group.size() == world.size()
+        if synced is not None and environment.wraps and is_over_all and not settings.ddp_steps:
+            synced.require_backward_grad_sync = False
+            synced = None
+        reshard(module)  # a forward pass leaves parameters that are no shards
+        inside = 1 if synced is None or settings.ddp_steps else synced.process_group.size()
+        device = next(module.parameters()).device
+        workers = workers_of(module, settings, groups=groups, device=device)
+        network = network_over(
+            world,
+            settings,
+            device=device,
+            facts={
+                "parameters": describe_parameters(module),
+                **settings.outer,
+                "outer optimizer": None if settings.outer_optimizer is None else "given",
+                "outer schedule": None if settings.outer_schedule is None else "given",
+            },
+            groups=groups,
+            tree=workers,
+        )
+        shards = None if network.intra is None or workers is None else WorkerShards(network)
+        inside = inside if shards is None else shards.size
+        updates = LocalUpdates(
+            module,
+            settings,
+            network=network,
+            synced=synced if settings.ddp_steps else None,
+            ranks_per_worker=inside,
+            shards=shards,
+        )
+        if synced is not None:
+            updates.reducer.at_close.append(TrainedSet(synced, updates.reducer.names).close)
+        sync = cls(updates)
+        remember(module, sync)
+        if network.rank == 0 and network.world_size > 1:
+            if settings.outer_optimizer is None:
+                warn_of_bursts(settings)
+            show(lambda: _in_force(updates, ranks_per_worker=inside))
+        return sync
+
+    @override
+    def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
+        check(Case(self.settings, self.model, optimizers, environment), at="optimizers")
+        known, given = set(map(id, self._optimizers)), set(map(id, optimizers))
+        for each in optimizers:
+            if id(each) not in known:
+                self.updates.connect(each)
+        kept = [each for each in self._optimizers if id(each) not in given]
+        self._optimizers = [*kept, *optimizers]
+        states = ShardedWorkerStates if self._is_sharded else WorkerStates
+        self._states = states(self.updates, self._optimizers, scaler=environment.grad_scaler)
+
+    @property
+    @override
+    def model(self) -> nn.Module:
+        return self.updates.module
+
+    @override
+    def comm_config(self) -> dict[str, Any]:
+        return {**self.reducer.comm_config(), "local_updates": self.settings.outer}
+
+    @override
+    def metrics(self) -> Mapping[str, float]:
+        return self.updates.metrics()
+
+    @override
+    def expect_steps(self, steps: int | None, *, done: int, is_trial: bool) -> None:
+        """The last step of a known number is followed by the mean of the workers."""
+        if is_trial or steps is None:
+            return
+        self.updates.total_steps = steps
+        if done:
+            return
+        check(Case(self.settings, steps=steps), at="steps")
+        few = self.settings.few(steps - self.settings.ddp_steps)
+        if few and self.reducer.network.rank == 0:
+            log.warning("%s", few)
+
+    @override
+    def count_samples(self, samples: float) -> None:
+        self._samples = (self._samples or 0.0) + samples
+
+    @override
+    def step_done(self) -> None:
+        samples, self._samples = self._samples, None
+        if samples is None and self.counts_samples:
+            raise ValueError(
+                "weigh_by='samples' needs the number of samples; call "
+                "strategy.count_samples(len(batch)) before the optimizer's step"
+            )
+        self.updates.step(samples)
+
+    @override
+    def finish(self) -> None:
+        self.updates.finish()
+
+    @override
+    def shared_weights(self) -> AbstractContextManager[None]:
+        return self.updates.anchor_weights()
+
+    @override
+    def weights_to_save(
+        self, gather: Callable[[], dict[str, Any]], *, leaves_shards: bool = True
+    ) -> dict[str, Any]:
+        if leaves_shards or not self._is_sharded:
+            return self.updates.anchor_state_dict()
+        with self.updates.anchor_weights():
+            # On a CPU they are the parameters themselves.
+            copied: dict[str, Any] = map_tensors(lambda each: each.detach().clone(), gather())
+        return copied
+
+    @property
+    @override
+    def saves_optimizers(self) -> bool:
+        return self._states is None or self._states.is_of_first
+
+    @override
+    def optimizer_states_in(self, state: Mapping[str, Any]) -> list[Any] | None:
+        states: list[Any] = state["workers"][0]["optimizer_states"]
+        return states
+
+    @override
+    def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
+        """State of all workers on rank 0; nothing before :meth:`connect`."""
+        assert to == 0, "workers send theirs there"
+        return None if self._states is None else self._states.state_dict()
+
+    @override
+    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
+        assert self._states is not None, "optimizers are connected"
+        return self._states.spread_state_dict()
+
+    @override
+    def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> Mapping[str, Any]:
+        return {} if self._states is None else self._states.own_state(state, read=read)
+
+    @override
+    def load_own_state(self, state: Mapping[str, Any] | None) -> None:
+        if state is None or self._states is None:  # of another strategy, or without optimizers
+            self.updates.anchor_from_weights()
+        else:
+            self._states.load_own_state(state)
 
 
 def _in_force(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
@@ -159,10 +300,3 @@ def _in_force(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
         f"{settings.inter}, {workers}, {how}, {config['topology']}, world size "
         f"{size}"
     )
-
-
-def updates_of(module: nn.Module) -> LocalUpdates | None:
-    """The last updates that were attached to ``module``; None if there are none, or closed ones."""
-    attached = _attached.get(module)
-    updates = None if attached is None else attached()
-    return None if updates is None or updates.reducer.closed else updates

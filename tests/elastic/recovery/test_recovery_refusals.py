@@ -20,7 +20,6 @@ from lightning_dist.elastic.recovery.groups import init_alone, is_alone
 from lightning_dist.elastic.recovery.regroup import require_recoverable
 from lightning_dist.elastic.recovery.step import StepRecovery
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.sync.ddp import reducer_of
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +61,7 @@ def compressed(
 def test_models(make: Any, says: str) -> None:
     model = make()
     with pytest.raises(ValueError, match=says):
-        require_recoverable(model, reducer_of(model.module))
+        require_recoverable(model)
 
 
 def recovery(model: DistributedDataParallel, **given: Any) -> StepRecovery:

@@ -20,10 +20,11 @@ def main() -> None:
         accelerator.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    from lightning_dist.sync.ddp import reducer_of  # only to look
-    from lightning_dist.sync.local.updates import updates_of
+    from lightning_dist.sync.base import sync_of  # only to look
 
-    reducer, updates = reducer_of(model.module), updates_of(model.module)
+    sync = sync_of(model)
+    is_local = sync is not None and sync.of_one_model
+    reducer = None if sync is None or is_local else sync.reducer
     said = {
         "name": __name__,
         "arguments": sys.argv[1:],
@@ -31,8 +32,8 @@ def main() -> None:
         "codec": None if reducer is None else repr(reducer.settings.inter),
         "steps": None if reducer is None else reducer.step,
     }
-    if updates is not None:
-        said["attempted"] = updates.attempted
+    if is_local:
+        said["attempted"] = sync.updates.attempted
     print("SAID" + json.dumps(said), flush=True)
 
 

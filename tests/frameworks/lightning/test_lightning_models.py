@@ -233,7 +233,7 @@ def test_compiled_modules_train_as_eager_ones_under_the_same_names(whole: bool) 
         torch.testing.assert_close(ours["parameters"][own], value, rtol=1e-4, atol=1e-5)
     assert ours["residuals"].keys() == names
     assert not whole or "_orig_mod" not in " ".join(trainer.lightning_module.state_dict())
-    saved = of_all(trainer.strategy._reducer.state_dict())[0]
+    saved = of_all(trainer.strategy.sync.reducer.state_dict())[0]
     assert saved["residuals"].keys() == names
     require_compressed(ours, steps=8)
 

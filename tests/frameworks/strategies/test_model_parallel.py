@@ -78,7 +78,7 @@ def test_mesh_samplers_and_bytes_and_a_second_fit_goes_on() -> None:
     found.fit_loop.max_epochs = 3
     found.fit(module)
     assert replicas_are_equal(module, module.device_mesh)
-    assert strategy._reducer.step == 12, "with the residuals of the first"
+    assert strategy.sync.reducer.step == 12, "with the residuals of the first"
     assert type(trainer("compressed_model_parallel").strategy) is type(strategy)
 
 
@@ -86,7 +86,7 @@ def test_reducers_know_of_the_grad_scaler_in_use() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     found, _ = fitted(ours(), plugins=[precision], max_steps=1)
-    assert found.strategy._reducer.has_grad_scaler
+    assert found.strategy.sync.reducer.has_grad_scaler
     strategy = under_fabric("int8")
     FabricRun(strategy, plugins=[FabricMixedPrecision("16-mixed", "cpu", scaler=scaler)])
     (reducer,) = strategy.reducers
@@ -100,7 +100,7 @@ def require_resumed(path: Path, **given: Any) -> L.Trainer:
     first.save_checkpoint(path)
     second, again = fitted(ours("int4", **given), ckpt_path=path)
     assert same(weights(straight), weights(again))
-    assert second.strategy._reducer.step == 2 * second.num_training_batches, "both epochs"
+    assert second.strategy.sync.reducer.step == 2 * second.num_training_batches, "both epochs"
     assert any(part.any() for part in held(second.strategy))
     return first
 
@@ -122,7 +122,7 @@ def test_tensor_parallel_ranks_resume_and_residuals_of_parts_go_on(tmp_path: Pat
     first = require_resumed(tmp_path / "checkpoint", tensor_parallel_size=2)
     whole, _ = fitted(ours("int4"), ckpt_path=tmp_path / "checkpoint")
     steps = first.num_training_batches + BATCHES  # each epoch with its own number of ranks
-    assert whole.strategy._reducer.step == steps
+    assert whole.strategy.sync.reducer.step == steps
 
 
 def test_tensor_parallel_ranks_get_the_same_data() -> None:
@@ -177,7 +177,7 @@ def test_random_rounding_and_errors_go_on(settings: dict[str, Any], tmp_path: Pa
         _, again = fitted(ours(**settings), ckpt_path=tmp_path / name)
         assert same(weights(straight), weights(again)), name
     other, _ = fitted(ours("int4"), ckpt_path=tmp_path / "theirs")
-    assert other.strategy._reducer.step == BATCHES
+    assert other.strategy.sync.reducer.step == BATCHES
 
 
 def count_collectives(patch: pytest.MonkeyPatch) -> list[int]:

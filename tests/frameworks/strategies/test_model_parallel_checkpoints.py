@@ -59,7 +59,7 @@ class Seen(L.Callback):
         self.exp_avg = {n: whole(states[p]["exp_avg"]) for n, p in pl_module.named_parameters()}
         self.steps = sorted({float(each["step"]) for each in states.values()})
         strategy: Any = trainer.strategy
-        state = None if strategy._exchange is None else strategy._exchange.state_dict()
+        state = None if strategy.sync is None else strategy.sync.state_dict()
         self.residuals = None if state is None else dict(state["residuals"])
 
 
@@ -116,7 +116,7 @@ def test_a_resumed_training_is_that_without_a_pause(tmp_path: Path) -> None:
     before, after = held(straight.strategy), held(again.strategy)
     assert same(before, after)
     assert any(part.any() for part in after)
-    assert again.strategy._reducer.step == 8
+    assert again.strategy.sync.reducer.step == 8
     numel, shards, steps = 2700, 2, 8
     assert sum(read) == 4 * 4 * numel // shards, "parameters, two of Adam, and residuals"
     states = 3 * 4 * numel + 4 * steps  # parameters, two of Adam, and its step of each
@@ -315,7 +315,7 @@ def elastic_run(
 def held_here(strategy: Any) -> dict[str, Tensor]:
     """Residuals of this rank, those in 8 bits as their scales and codes."""
     if strategy.shards is None:
-        return dict(strategy._reducer.residuals)
+        return dict(strategy.sync.reducer.residuals)
     found = strategy.shards._errors.items()
     return {f"{name} {kind}": x.clone() for name, (_, of) in found for kind, x in enumerate(of)}
 

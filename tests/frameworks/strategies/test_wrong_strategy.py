@@ -180,15 +180,15 @@ OF_DDP = "it is an argument of DistributedDataParallel, give it there"
 OPTION = "it is an option of the codec, write codec='topk:ratio=0.1'"
 OF_FSDP = "it is an argument of fully_shard, give it there"
 LOCAL = (
-    "valid names: evaluate, method, sync_every, fragments, overlap_steps, mixing, "
+    "valid names: method, sync_every, fragments, overlap_steps, mixing, "
     "ddp_steps, outer_lr, outer_momentum, weigh_by, offload, outer_optimizer, outer_schedule, "
     "codec, error_feedback, hierarchical, ranks_per_node, rank_groups, min_compress_numel, "
-    "exchange_timeout, replicas, recovery, mirror_residuals, and those of DDPStrategy"
+    "exchange_timeout, replicas, evaluate, recovery, mirror_residuals, and those of DDPStrategy"
 )
 LOCAL_SHARDED = (
-    "valid names: evaluate, method, sync_every, fragments, overlap_steps, mixing, "
+    "valid names: method, sync_every, fragments, overlap_steps, mixing, "
     "ddp_steps, outer_lr, outer_momentum, weigh_by, offload, outer_optimizer, outer_schedule, "
-    "codec, error_feedback, min_compress_numel, exchange_timeout, replicas, "
+    "codec, error_feedback, min_compress_numel, exchange_timeout, replicas, evaluate, "
     "replicate_size, and those of ModelParallelStrategy"
 )
 

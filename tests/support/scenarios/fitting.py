@@ -55,7 +55,7 @@ class AtStart(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.residuals = residuals(trainer.strategy)
-        self.step = trainer.strategy._reducer.step
+        self.step = trainer.strategy.sync.reducer.step
 
 
 def compressed(codec: Any = "int8", **arguments: Any) -> CompressedDDPStrategy:
@@ -110,7 +110,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def residuals(strategy: Any) -> dict[str, Tensor]:
     """Copies of this rank's residuals by parameter name."""
-    reducer = strategy._reducer
+    reducer = strategy.sync and strategy.sync.reducer
     if reducer is None:
         return {}
     return {name: reducer.residuals[name].clone() for name in reducer.residuals}

@@ -43,7 +43,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.sync.fsdp.attach import attach_replicas, compress_fsdp
+from lightning_dist.sync.base import Environment
+from lightning_dist.sync.fsdp.attach import compress_fsdp
+from lightning_dist.sync.fsdp.replicas import ShardedGradients
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
 IS_NEW = pytest.mark.skipif(
@@ -426,9 +428,8 @@ def test_the_next_fit_goes_on_with_the_same_model_only() -> None:
         train(net, ours=before)
     owed = {name: each.clone() for name, each in before.reducer.residuals.items()}
     for model, steps in ((net, STEPS), (sharded(mesh["shard"]), 0)):
-        after = attach_replicas(
-            model, before.reducer.settings, mesh=mesh, continue_from=before.reducer
-        )
+        environment = Environment(mesh=mesh, before=before)
+        after = ShardedGradients.attach(model, before.settings, environment)
         kept = after.reducer.residuals
         assert after.reducer.step == steps
         same = (torch.equal(kept[name], owed[name]) for name in owed if owed[name].any())

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from lightning_dist import local_updates
-from lightning_dist.sync.local.state import WorkerStates
+from lightning_dist.sync.base import Environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
 ALL: dict[str, Any] = {"min_compress_numel": 0}
@@ -382,7 +382,7 @@ def test_a_state_that_cannot_be_saved_is_refused() -> None:
             ValueError, match=r"call lightning_dist\.local_updates in a loop of your own"
         ),
     ):
-        WorkerStates(ours.updates, [ours.optimizer])
+        ours.updates.sync.connect([ours.optimizer], Environment(saves_shards=False))
     net = fully_shard(nn.Linear(WIDTH, 34), mesh=shard)
     with training(net, sync_every=1, outer_optimizer=torch.optim.Adafactor) as ours:
         ours.train(1)

@@ -26,7 +26,7 @@ from lightning_dist.frameworks.lightning.checkpoint.bookkeeping import (
 )
 from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
 from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import TrainerSaves
-from lightning_dist.frameworks.lightning.recovering import meet
+from lightning_dist.frameworks.lightning.ddp import meet
 from lightning_dist.ranks.agreement import Facts, Ranks, destroy, new_group_of_all
 from lightning_dist.settings.saving import CheckpointSettings
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning_dist.checkpoint.checkpointer import Checkpointer
     from lightning_dist.ranks.spread import Spread
-    from lightning_dist.reducer.reducer import Reducer
-    from lightning_dist.sync.fsdp.attach import ShardedExchange
+    from lightning_dist.sync.base import Sync
 
 
 class CheckpointerIO(TorchCheckpointIO):
@@ -36,13 +36,6 @@ class CheckpointerIO(TorchCheckpointIO):
         self._step, self.sharded, self._resumable = step, sharded, resumable
         self.spreads: list[Spread] = []
 
-    def spread_state_of(self, owner: Reducer | ShardedExchange) -> dict[str, Any]:
-        """State for a sharded save: each rank keeps its own rows of it."""
-
-        state, found = owner.spread_state_dict()
-        self.spreads += found
-        return state
-
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -57,3 +50,20 @@ class CheckpointerIO(TorchCheckpointIO):
             spreads=self.spreads,
             resumable=self._resumable,
         )
+
+
+def add_state(checkpoint: dict[str, Any], sync: Sync, io: CheckpointIO, *, to: int = 0) -> None:
+    """Add what an exact restart needs of ``sync`` to a checkpoint, on rank ``to``. Collective.
+
+    In a sharded checkpoint each rank keeps its tensors, and all have the state.
+    """
+    if isinstance(io, CheckpointerIO) and io.sharded:
+        state: dict[str, Any] | None
+        state, spreads = sync.spread_state_dict()
+        io.spreads += spreads
+        if (states := sync.optimizer_states_in(state)) is not None:
+            checkpoint["optimizer_states"] = states  # the same tensors, for other strategies
+    else:
+        state = sync.state_dict(to=to)
+    if state is not None:
+        checkpoint[sync.key] = state

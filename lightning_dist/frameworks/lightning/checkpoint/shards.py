@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.snapshot.shards import LazyState, load_lazily, without_shards
 from lightning_dist.frameworks.lightning.checkpoint.resume import require_same_model
 from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO
+from lightning_dist.sync.base import Sync
 from lightning_dist.sync.fsdp.checks import require_alike
+from lightning_dist.sync.local.updates import LocalSync
 
 _SHARDED = ("state_dict", "optimizer_states")
-TakesOwnPart: TypeAlias = Callable[[Any, LazyState], Any]
-"""Reads this rank's part of a value of a checkpoint."""
 
 
 def leave_shards(
@@ -47,14 +47,14 @@ def load_shards(
     optimizers: Sequence[Optimizer],
     *,
     weights_only: bool | None,
-    own_parts: Mapping[str, TakesOwnPart],
+    sync: Sync | None,
 ) -> dict[str, Any]:
     """Load what module and optimizers have of the checkpoint at ``path``; returns all the rest.
 
-    Each rank reads its parts of the sharded tensors, and of what a strategy has added.
+    Each rank reads its parts of the sharded tensors, and of the state of the sync.
 
     Args:
-        own_parts: how this rank takes its part of what is under a key.
+        sync: of the strategy; states of other kinds are empty in what is returned.
 
     Raises:
         ValueError: it is of another model.
@@ -62,12 +62,18 @@ def load_shards(
     with load_lazily(path, weights_only=weights_only) as lazy:
         checkpoint: dict[str, Any] = lazy.state
         _load_module(checkpoint.pop("state_dict"), module, lazy, path)
-        states = checkpoint.pop("optimizer_states", [])
-        for optimizer, state in zip(optimizers, states, strict=False):
+        of_optimizers = checkpoint.pop("optimizer_states", [])
+        for optimizer, state in zip(optimizers, of_optimizers, strict=False):
             optimizer.load_state_dict(_of_optimizer(state, optimizer, lazy))
-        added = {key: checkpoint.pop(key) for key in own_parts if key in checkpoint}
+        keys = {Sync.key, LocalSync.key} | ({sync.key} if sync is not None else set())
+        states = {key: checkpoint.pop(key) for key in keys if key in checkpoint}
         whole: dict[str, Any] = lazy.whole(checkpoint)
-        return whole | {key: own_parts[key](value, lazy) for key, value in added.items()}
+        for key, state in states.items():
+            whole[key] = {}
+            if sync is not None and key == sync.key:
+                is_one = isinstance(state, Mapping)
+                whole[key] = sync.own_state(state, read=lazy.run) if is_one else lazy.whole(state)
+        return whole
 
 
 def _load_module(

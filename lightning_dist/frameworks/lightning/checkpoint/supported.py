@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_dist.frameworks.lightning.checkpoint.resume import ResumeCheckpointIO
+from lightning_dist.frameworks.lightning.model_parallel import SyncModelParallelStrategy
 from lightning_dist.settings.saving import CheckpointSettings
-from lightning_dist.sync.mesh import ReplicatedMesh
 
 _AVERAGING = tuple(
     getattr(of_lightning, name)
@@ -33,7 +33,7 @@ def require_supported(strategy: Strategy, *, sharded: bool) -> None:
         sharded: whether every rank writes its part.
     """
     name = type(strategy).__name__
-    if isinstance(strategy, ReplicatedMesh):
+    if isinstance(strategy, SyncModelParallelStrategy):
         if not sharded:
             raise ValueError(
                 f"{name} keeps a part of the model on each rank, and format='single' would need "

@@ -13,7 +13,7 @@ from lightning_dist.checkpoint.saves import Saves, committed_line
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint import private
 from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.frameworks.lightning.recovering import meet
+from lightning_dist.frameworks.lightning.ddp import meet
 
 
 class TrainerSaves:

@@ -26,8 +26,8 @@ from lightning_dist.frameworks.lightning.elastic.loops import (
     place_at_epoch_begin,
     place_within_epoch,
 )
+from lightning_dist.frameworks.lightning.model_parallel import SyncModelParallelStrategy
 from lightning_dist.ranks.membership import Membership
-from lightning_dist.sync.mesh import ReplicatedMesh
 
 
 class TrainerPlacement(Placement):
@@ -109,7 +109,7 @@ class TrainerPlacement(Placement):
         The ranks of a tensor-parallel group have one number.
         """
         strategy = self._trainer.strategy
-        if isinstance(strategy, ReplicatedMesh):
+        if isinstance(strategy, SyncModelParallelStrategy):
             samplers = strategy.distributed_sampler_kwargs
             return samplers["rank"], samplers["num_replicas"]
         return self.members.rank, self.members.world_size

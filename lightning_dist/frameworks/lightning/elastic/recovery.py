@@ -31,7 +31,7 @@ from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
 from lightning_dist.frameworks.lightning.elastic.loops import place_at_step
 from lightning_dist.frameworks.lightning.elastic.placement import TrainerPlacement
 from lightning_dist.frameworks.lightning.elastic.sections import Sections
-from lightning_dist.frameworks.lightning.recovering import RecoversInProcess
+from lightning_dist.frameworks.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.ranks.membership import Membership
 
 
@@ -57,7 +57,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         private.leave_out_sigterm_broadcast(trainer)
         self.recovery = recovery = StepRecovery(
             strategy.generations,
-            strategy.model,
+            strategy.ddp,
             optimizers=trainer.optimizers,
             counters={},
             steps=lambda: trainer.global_step,
@@ -101,9 +101,9 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         return self.recovery
 
     @property
-    def _strategy(self) -> RecoversInProcess:
+    def _strategy(self) -> CompressedDDPStrategy:
         strategy = self._trainer.strategy
-        assert isinstance(strategy, RecoversInProcess)
+        assert isinstance(strategy, CompressedDDPStrategy)
         return strategy
 
     @override

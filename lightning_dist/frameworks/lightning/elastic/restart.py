@@ -18,7 +18,7 @@ from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.recovery.generations import Ended
 from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
-from lightning_dist.frameworks.lightning.base import BeforeSetup
+from lightning_dist.frameworks.lightning.base import BeforeSetup, SyncStrategy
 from lightning_dist.frameworks.lightning.checkpoint.resume import resume_io
 from lightning_dist.frameworks.lightning.checkpoint.supported import (
     require_effective,
@@ -45,7 +45,7 @@ from lightning_dist.frameworks.lightning.elastic.refusals import (
     require_plain_trainer,
     require_recoverable_fit,
 )
-from lightning_dist.frameworks.lightning.launcher import FollowsLauncher, follow_launcher
+from lightning_dist.frameworks.lightning.launcher import follow_launcher
 from lightning_dist.ranks.membership import Membership
 from lightning_dist.settings.run import RunSettings
 from lightning_dist.settings.saving import CheckpointSettings
@@ -65,6 +65,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     the best checkpoints of a metric, add a ``ModelCheckpoint`` or ``AsyncCheckpoint`` with a folder
     of its own.
     """
+
+    reshards_data = True
 
     @takes(RunSettings, refuse=refuse_choices)
     @takes(CheckpointSettings, "saving")
@@ -126,7 +128,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         require_plain_trainer(trainer)
         require_own_folder(trainer, self._settings.folder)
         self._stand(trainer)
-        if not isinstance(trainer.strategy, FollowsLauncher):
+        if not isinstance(trainer.strategy, SyncStrategy):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._at, self._has_begun = None, False
         kind = RecoveringPlacement if _recovers(trainer) else TrainerPlacement
