@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_dist.frameworks.accelerate import private, residuals
 from lightning_dist.frameworks.accelerate.attach import (
@@ -23,7 +21,6 @@ from lightning_dist.reducer.stats import run_config
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.base import Environment, Sync, sync_of
 from lightning_dist.sync.ddp import GradientSync
-from lightning_dist.sync.onebit_adam import OneBitAdam
 from lightning_dist.sync.report import CONFIG_KEY, comm_metrics
 from lightning_dist.sync.rules import Case, check
 
@@ -49,6 +46,8 @@ class Compression:
         self._accelerator, self._settings, self._kind = accelerator, settings, kind
         self._roll_call: RollCall | None = None  # from the first model in DDP on
         self.take_place()
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            wrap_method(accelerator, name, self._clip)
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
 
@@ -100,12 +99,12 @@ class Compression:
             for sync in self.syncs:
                 if sync.trains(optimizer):
                     sync.connect([optimizer], self._environment())
-            if isinstance(optimizer, OneBitAdam):
-                for name in ("clip_grad_norm_", "clip_grad_value_"):
-                    wrap_method(self._accelerator, name, partial(self._refuse_to_clip, optimizer))
 
-    def _refuse_to_clip(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        check(Case(self._settings, optimizers=[optimizer]), at="clipping")
+    def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = private.prepared_optimizers(self._accelerator)
+        case = Case(self._settings, optimizers=[each.optimizer for each in prepared])
+        check(case, at="clipping")
+        return clip(*args, **kwargs)
 
     @property
     def syncs(self) -> list[Sync]:

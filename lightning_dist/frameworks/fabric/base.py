@@ -32,7 +32,7 @@ FABRIC.require()
 class SyncStrategy(ParallelStrategy):
     """Mixin before a strategy of Fabric: a :class:`.Sync` keeps replicas of each model equal.
 
-    What is sent, and what of it a checkpoint needs, is the Sync's; see :meth:`_kind_of_sync`.
+    What is sent, and what of it a checkpoint needs, is the Sync's; see :meth:`kind_of_sync`.
     """
 
     _replicas: Replicas = "rank"
@@ -47,7 +47,7 @@ class SyncStrategy(ParallelStrategy):
     def __repr__(self) -> str:
         return described(self, user="Fabric")
 
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         """Class of the Sync that models get."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class SyncStrategy(ParallelStrategy):
         return Environment(
             grad_scaler=getattr(self.precision, "scaler", None),
             wraps=True,
-            several_models=not self._kind_of_sync().of_one_model,
+            several_models=not self.kind_of_sync().of_one_model,
             replicas=self._replicas,
             **facts,
         )
@@ -97,14 +97,14 @@ class SyncStrategy(ParallelStrategy):
 
     def _require_room(self) -> None:
         """Raise ValueError if no further model can be set up."""
-        if self.syncs and self._kind_of_sync().of_one_model:
+        if self.syncs and self.kind_of_sync().of_one_model:
             raise ValueError(
                 "One model can be trained in local steps, got a second one; make another Fabric "
                 "for it, or use lightning_dist.local_updates"
             )
 
     def _attach(self, model: Module, environment: Environment) -> None:
-        self.syncs.append(self._kind_of_sync().attach(model, self._settings, environment))
+        self.syncs.append(self.kind_of_sync().attach(model, self._settings, environment))
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -153,7 +153,7 @@ class SyncStrategy(ParallelStrategy):
 
     def _saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``state`` with that of the models' syncs. Collective."""
-        kind, states = self._kind_of_sync(), [each.state_dict() for each in self.syncs]
+        kind, states = self.kind_of_sync(), [each.state_dict() for each in self.syncs]
         if not kind.of_one_model:
             return {**state, kind.key: states}
         return {**state, kind.key: states[0] if states else None}
@@ -168,7 +168,7 @@ class SyncStrategy(ParallelStrategy):
     ) -> dict[str, Any]:
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, dict):  # otherwise somebody looks into a file, or loads one module
-            found = rest.pop(self._kind_of_sync().key, None)
+            found = rest.pop(self.kind_of_sync().key, None)
             states: Sequence[Any] = found if isinstance(found, list) else [found]
             for sync, own in zip_longest(self.syncs, states[: len(self.syncs)]):
                 sync.load_state_dict(own)  # None from a plain one

@@ -68,7 +68,7 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
         self._require_room()
         environment = self._environment()
         check(Case(self._settings, module, environment=environment), at="module")
-        wrapper = self._kind_of_sync().ddp_arguments(self._settings, environment, self.root_device)
+        wrapper = self.kind_of_sync().ddp_arguments(self._settings, environment, self.root_device)
         model = module
         if wrapper is not None:
             self._ddp_kwargs.update(wrapper)
@@ -101,7 +101,7 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     """
 
     @override
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         return GradientSync
 
 
@@ -137,7 +137,7 @@ class LocalUpdateStrategy(SyncDDPStrategy):
         super().__init__(settings, **kwargs)
 
     @override
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         return LocalSync
 
     @property

@@ -95,7 +95,7 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
             ModelParallelStrategy.save_checkpoint(self, path, saved, *args, **kwargs)
 
     def _shared_weights(self) -> AbstractContextManager[None]:
-        first = self.syncs[0] if self._kind_of_sync().of_one_model and self.syncs else None
+        first = self.syncs[0] if self.kind_of_sync().of_one_model and self.syncs else None
         return nullcontext() if first is None else first.shared_weights()
 
 
@@ -119,7 +119,7 @@ class CompressedModelParallelStrategy(SyncModelParallelStrategy):
         super().__init__(settings, parallelize_fn=parallelize_fn, **kwargs)
 
     @override
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         assert isinstance(self._settings, ShardedSettings)
         return kind_of(self._settings)
 
@@ -150,7 +150,7 @@ class LocalUpdateModelParallelStrategy(SyncModelParallelStrategy):
         super().__init__(settings, parallelize_fn=parallelize_fn, **kwargs)
 
     @override
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         return LocalSync
 
     @property

@@ -40,7 +40,7 @@ class BeforeSetup:
 class SyncStrategy(ParallelStrategy):
     """Mixin before a strategy of the Trainer: a :class:`.Sync` keeps replicas of its module equal.
 
-    What is sent, and what of it a checkpoint needs, is the Sync's; see :meth:`_kind_of_sync`.
+    What is sent, and what of it a checkpoint needs, is the Sync's; see :meth:`kind_of_sync`.
     """
 
     sync: Sync | None = None
@@ -61,7 +61,7 @@ class SyncStrategy(ParallelStrategy):
     def __repr__(self) -> str:
         return described(self, user="Trainer")
 
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         """Class of the Sync that modules get."""
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class SyncStrategy(ParallelStrategy):
         )
 
     def _attach(self, model: nn.Module, environment: Environment) -> None:
-        self.sync = self._kind_of_sync().attach(model, self._settings, environment)
+        self.sync = self.kind_of_sync().attach(model, self._settings, environment)
         self._logged_step = 0
 
     @property

@@ -89,7 +89,7 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        kind, environment = self._kind_of_sync(), self._environment()
+        kind, environment = self.kind_of_sync(), self._environment()
         check(Case(self._settings, self.model, environment=environment), at="module")
         wrapper = kind.ddp_arguments(self._settings, environment, self.root_device)
         if wrapper is not None:
@@ -181,7 +181,7 @@ class LocalUpdateStrategy(SyncDDPStrategy):
         super().__init__(settings, **kwargs)
 
     @override
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         return LocalSync
 
     @property

@@ -232,7 +232,7 @@ class CompressedModelParallelStrategy(SyncModelParallelStrategy):
         super().__init__(settings, **kwargs)
 
     @override
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         assert isinstance(self._settings, ShardedSettings)
         return kind_of(self._settings)
 
@@ -284,7 +284,7 @@ class LocalUpdateModelParallelStrategy(SyncModelParallelStrategy):
         super().__init__(settings, **kwargs)
 
     @override
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         return LocalSync
 
     @property

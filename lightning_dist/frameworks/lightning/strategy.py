@@ -61,7 +61,7 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     _is_apart = False
 
     @override
-    def _kind_of_sync(self) -> type[Sync]:
+    def kind_of_sync(self) -> type[Sync]:
         return GradientSync
 
     @override
