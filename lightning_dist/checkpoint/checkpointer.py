@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_dist.base.features import CHECKPOINTS
-from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import Lock, forget, is_owned, own
 from lightning_dist.checkpoint.disk.jobs import (
@@ -32,6 +31,7 @@ from lightning_dist.checkpoint.restricted import require_loadable
 from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
 from lightning_dist.checkpoint.snapshot.plan import plan, shape_of
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
+from lightning_dist.checkpoint.writer_queue import WriterQueue
 from lightning_dist.ranks.agreement import Ranks
 from lightning_dist.ranks.spread import Spread
 from lightning_dist.settings.saving import CheckpointSettings
@@ -72,13 +72,13 @@ class Checkpointer:
         self._orders = Orders()
         self._locks: dict[str, Lock | None] = {}
         self._alone = True
-        self._delivery = Delivery(settings, failed=self._on_failed, committed=self._on_committed)
-        self._snapshots = Snapshots(settings, self._delivery)
+        self._queue = WriterQueue(settings, failed=self._on_failed, committed=self._on_committed)
+        self._snapshots = Snapshots(settings, self._queue)
 
     @property
     def metrics(self) -> Metrics:
         """Cost of saves so far."""
-        self._metrics.in_flight = self._delivery.count
+        self._metrics.in_flight = self._queue.count
         self._metrics.optimizer_wait_ms = self._snapshots.fence.waited * 1e3
         return self._metrics
 
@@ -102,7 +102,7 @@ class Checkpointer:
             self._locks[folder] = (
                 own(folder, lock=lock, trainer_patience=self.patience) if takes else None
             )
-            self._delivery.open(folder, alone=alone and self.settings.lock)
+            self._queue.open(folder, alone=alone and self.settings.lock)
             if self.is_first:
                 self._orders.begin_after(folder)
 
@@ -118,15 +118,15 @@ class Checkpointer:
     @property
     def busy(self) -> bool:
         """Whether a save would have to wait for an earlier one."""
-        return self._delivery.count >= self.settings.max_in_flight
+        return self._queue.count >= self.settings.max_in_flight
 
     def is_pending(self, target: str) -> bool:
         """Whether a save to ``target`` is under way."""
-        return self._delivery.is_pending(target)
+        return self._queue.is_pending(target)
 
     def is_removing(self, target: str) -> bool:
         """Whether a removal of ``target`` was asked for and is not known to be done."""
-        return self._delivery.is_removing(target)
+        return self._queue.is_removing(target)
 
     def save(
         self,
@@ -211,7 +211,7 @@ class Checkpointer:
         try:
             self._snapshots.take(save, divided, owned)
         except Exception as error:
-            self._delivery.send(replace(save, pieces=(), dropped=str(error)))
+            self._queue.send(replace(save, pieces=(), dropped=str(error)))
             raise
 
     def _agree(
@@ -249,7 +249,7 @@ class Checkpointer:
 
     def wait_for_turn(self) -> None:
         """Wait until a save would not have to wait for an earlier one."""
-        self._delivery.await_slot()
+        self._queue.await_slot()
 
     def wait_for_copy(self) -> None:
         """Wait until the last save has copied all that it saves: anybody may change it now."""
@@ -271,7 +271,7 @@ class Checkpointer:
         """
         late = self._prepare(together=True)
         origin, _ = self._agree(self._origin(step, target), problem=late)
-        self._delivery.send(
+        self._queue.send(
             SaveFolder(origin, target, (), self._together.rank, files=tuple(files), scratch=scratch)
         )
         self._metrics.saves += 1
@@ -279,19 +279,19 @@ class Checkpointer:
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
         """Show a checkpoint under a second name, after everything asked for so far."""
-        self._delivery.run(Link(source, target, symbolic))
+        self._queue.run(Link(source, target, symbolic))
 
     def remove(self, target: str) -> None:
         """Remove a checkpoint, after everything asked for so far and never before a success."""
-        self._delivery.run(Remove(target))
+        self._queue.run(Remove(target))
 
     def keep(self, target: str) -> None:
         """Take back a :meth:`remove` that still waits for a success."""
-        self._delivery.run(Keep(target))
+        self._queue.run(Keep(target))
 
     def poll(self) -> list[Committed | Failed]:
         """Outcomes of saves since the last call, and file operations that failed."""
-        return self._delivery.poll()
+        return self._queue.poll()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save is committed or has failed, and every link and removal is done.
@@ -299,13 +299,13 @@ class Checkpointer:
         Raises:
             TimeoutError: after ``timeout`` seconds.
         """
-        self._delivery.wait(timeout)
+        self._queue.wait(timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, end the writer, and release folders and memory."""
         self._snapshots.fence.unwatch()
         try:
-            self._delivery.close(timeout)
+            self._queue.close(timeout)
         finally:
             for folder, lock in self._locks.items():
                 if lock is not None:
@@ -318,7 +318,7 @@ class Checkpointer:
     def _prepare(self, *, together: bool) -> Exception | None:
         """Wait for earlier saves; where ranks save ``together``, why that failed is for all."""
         try:
-            self._delivery.await_slot()
+            self._queue.await_slot()
             self._snapshots.fence.wait()  # one copy at a time
         except Exception as error:
             if not together or self._together.group is None:

@@ -62,6 +62,8 @@ class Saves:
         self._failed: dict[str, Failed] = {}  # by save id; not reported yet
         self._reported: set[str] = set()
         self._operations = itertools.count()  # that failed: they have no id
+        self.blocking: dict[str, float] = {}
+        """Milliseconds for which the last save to each path has blocked training."""
 
     @property
     def metrics(self) -> Metrics:

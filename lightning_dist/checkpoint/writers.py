@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import TypeAlias
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.disk.errors import CheckpointError
@@ -27,7 +27,10 @@ from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
 
 log = get_logger(__name__)
 
-Report = Callable[["WriterHandle", Event], None]
+AnyWriter: TypeAlias = "WriterThread | WriterProcess"
+"""A writer, as its trainer sees it. Jobs are done in the order in which they are sent."""
+Report: TypeAlias = Callable[[AnyWriter, Event], None]
+
 
 _START_TIMEOUT = 60.0
 """Seconds; a tenth of one is needed on an idle machine."""
@@ -47,19 +50,6 @@ main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
 
 
-class WriterHandle(Protocol):
-    """A writer, as its trainer sees it. Jobs are done in the order in which they are sent."""
-
-    def own(self, folder: str) -> None:
-        """Keep other trainers from ``folder`` until the writer has ended."""
-
-    def send(self, job: Job, memory: SnapshotMemory | None) -> None:
-        """Raises CheckpointError if the writer is gone."""
-
-    def close(self, timeout: float | None = None) -> None:
-        """Let it finish what it was given, and end. Raises CheckpointError after ``timeout`` s."""
-
-
 class WriterThread:
     """Writes on a thread of this process: what is in memory here is seen by others here."""
 
@@ -69,13 +59,15 @@ class WriterThread:
         self._last: Future[None] | None = None
 
     def own(self, folder: str) -> None:
-        pass  # the trainer's own lock lives exactly as long
+        """Nothing: the trainer's own lock lives exactly as long."""
 
     def send(self, job: Job, memory: SnapshotMemory | None) -> None:
+        """Hand ``job`` to the thread."""
         snapshot = memoryview(b"") if memory is None else memory.view()
         self._last = self._executor.submit(self._writer.do, job, snapshot)
 
     def close(self, timeout: float | None = None) -> None:
+        """Let it finish what it was given, and end. Raises CheckpointError after ``timeout`` s."""
         self._executor.shutdown(wait=False)
         if self._last is not None and wait([self._last], timeout).not_done:
             raise CheckpointError(f"the checkpoint writer is still running after {timeout} s")
@@ -118,6 +110,7 @@ class WriterProcess:
         return self._process.pid
 
     def own(self, folder: str) -> None:
+        """Keep other trainers from ``folder`` until the writer has ended."""
         with suppress(CheckpointError):  # its end is reported with what it should have done
             if (lock := lock_to_send(folder)) is not None:
                 # It is kept while it is on its way, so nobody has to wait for the writer to start.
@@ -141,6 +134,7 @@ class WriterProcess:
             ) from None
 
     def send(self, job: Job, memory: SnapshotMemory | None) -> None:
+        """Send ``job``; raises CheckpointError if the writer is gone."""
         number = None
         if memory is not None and memory.nbytes:  # a rank may have nothing to write
             number = id(memory)
@@ -150,6 +144,7 @@ class WriterProcess:
         self._put("do", job, number)
 
     def close(self, timeout: float | None = None) -> None:
+        """Let it finish what it was given, and end. Raises CheckpointError after ``timeout`` s."""
         self._closing = True
         # End of file for the writer; the descriptor itself stays ours until the events are read.
         with socket.socket(fileno=os.dup(self._channel.fileno())) as ours:

@@ -44,7 +44,7 @@ def opened_together(folder: object, rank: Rank, **settings: Any) -> Iterator[Che
 
 
 def writer_of(checkpointer: Checkpointer) -> WriterProcess:
-    writer = checkpointer._delivery.writer
+    writer = checkpointer._queue.writer
     assert isinstance(writer, WriterProcess)
     return writer
 

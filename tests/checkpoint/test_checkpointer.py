@@ -117,7 +117,7 @@ def test_the_writer_finishes_when_its_trainer_is_killed(tmp_path: Path) -> None:
         checkpointer.wait(LIMIT)  # the writer is up, and keeps the folder
         with stopped_writer(checkpointer):
             checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
-            checkpointer._delivery._thread.submit(int).result(LIMIT)  # it has been sent
+            checkpointer._queue._thread.submit(int).result(LIMIT)  # it has been sent
             if not os.path.exists(f"{tmp_path}/1.ckpt"):
                 (tmp_path / "not yet").touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_object_stores(kind: str) -> None:
     url = f"{kind}://{uuid.uuid4().hex}"
     writer = "thread" if kind == "bucket" else "auto"  # another process has not this bucket
     with opened(url, writer=writer) as checkpointer:
-        assert isinstance(checkpointer._delivery.writer, WriterThread)
+        assert isinstance(checkpointer._queue.writer, WriterThread)
         checkpointer.save(small_state(), f"{url}/1.ckpt", step=1)
     assert_equal(load(f"{url}/1.ckpt"), small_state())
 
@@ -267,7 +267,7 @@ def test_a_trainer_that_is_killed_before_its_writer_has_started_loses_nothing(
         signal.alarm(int(LIMIT))
         io = AsyncTorchCheckpointIO()
         io.save_checkpoint(small_state(), folder / "1.ckpt")
-        io._saves.checkpointer._delivery._thread.submit(int).result(LIMIT)  # type: ignore[union-attr]
+        io._saves.checkpointer._queue._thread.submit(int).result(LIMIT)  # type: ignore[union-attr]
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     with pytest.raises(ValueError, match="its writer still holds"):

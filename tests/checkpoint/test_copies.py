@@ -299,7 +299,7 @@ def test_closing_waits_for_a_copy_no_longer_than_it_may(
 ) -> None:
     with stuck_copy(tmp_path, monkeypatch) as (checkpointer, _):
         error = ends(lambda: checkpointer.close(0.2))
-        assert not checkpointer._delivery._free  # it may still be copied to
+        assert not checkpointer._queue._free  # it may still be copied to
     assert isinstance(error, CheckpointError)
     assert "still being copied after 0.2 s" in str(error)
     assert f"{tmp_path}/1.ckpt" in str(error)
@@ -389,7 +389,7 @@ def test_a_save_waits_for_a_stuck_writer_no_longer_than_it_may(
 ) -> None:
     with opened(tmp_path) as checkpointer, stopped_writer(checkpointer):
         checkpointer.save(small_state(1), f"{tmp_path}/1.ckpt", step=1)
-        monkeypatch.setattr(checkpointer._delivery, "_patience", 0.2)
+        monkeypatch.setattr(checkpointer._queue, "_patience", 0.2)
         error = ends(lambda: checkpointer.save(small_state(2), f"{tmp_path}/2.ckpt", step=2))
     assert isinstance(error, CheckpointError)
     assert f"{tmp_path}/1.ckpt is still being written after" in str(error)
@@ -404,7 +404,7 @@ def test_the_wait_allows_for_the_bytes_of_files(
     with opened(tmp_path / "here") as checkpointer, stopped_writer(checkpointer):
         files = [("optimizer.bin", f"{tmp_path}/optimizer.bin")]
         checkpointer.save_files(files, f"{tmp_path}/here/1", step=1)
-        monkeypatch.setattr(checkpointer._delivery, "_patience", 0.2)
+        monkeypatch.setattr(checkpointer._queue, "_patience", 0.2)
         error = ends(checkpointer.wait_for_turn)
     assert isinstance(error, CheckpointError)
     assert "still being written after 0.7 s" in str(error)
@@ -436,7 +436,7 @@ def test_a_stuck_writer_of_one_rank_is_an_error_on_all_ranks(
             if rank.rank == 1:
                 stack.enter_context(stopped_writer(checkpointer))
                 checkpointer.save(small_state(1), f"{tmp_path}/together/mine.ckpt", step=1)
-                checkpointer._delivery._patience = 0.2
+                checkpointer._queue._patience = 0.2
             try:
                 action(checkpointer, rank.group("checkpoint"), f"{tmp_path}/together/2")
             except Exception as raised:

@@ -19,7 +19,7 @@ from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
 from lightning_dist.checkpoint.disk.verify import Description, verify
-from lightning_dist.checkpoint.removals import Removals
+from lightning_dist.checkpoint.writer_queue import Removals
 from lightning_dist.settings.saving import CheckpointSettings
 
 

@@ -14,7 +14,6 @@ from processes import run
 from snapshots import assert_equal, file_save, folder_saves, origin, small_state, write_file
 from stores import FaultyStorage, broken_disk
 
-from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
     Done,
@@ -29,6 +28,7 @@ from lightning_dist.checkpoint.disk.jobs import Remove as Removal
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
+from lightning_dist.checkpoint.writer_queue import WriterQueue
 from lightning_dist.settings.saving import CheckpointSettings
 from tests.campaigns.checkpoint_crash.oracle import PROBLEMS
 
@@ -295,15 +295,15 @@ class Silent:
 
 def test_an_answer_ends_no_operation_of_a_writer_that_is_dying() -> None:
     """Whose end is seen after the next writer has been asked for the same, and has answered."""
-    delivery = Delivery(CheckpointSettings(), failed=print, committed=print)
+    queue = WriterQueue(CheckpointSettings(), failed=print, committed=print)
     dying, following = Silent(), Silent()
     for writer in (dying, following):
-        delivery.writer = writer
-        delivery.run(Removal("folder/1.ckpt"))
-    delivery._report(following, Done("folder/1.ckpt"))
-    delivery._lost(dying, "killed")
-    delivery.wait(5)
-    delivery.close(5)
+        queue.writer = writer
+        queue.run(Removal("folder/1.ckpt"))
+    queue._report(following, Done("folder/1.ckpt"))
+    queue._lost(dying, "killed")
+    queue.wait(5)
+    queue.close(5)
 
 
 KINDS = (

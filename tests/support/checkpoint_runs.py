@@ -180,13 +180,13 @@ def flip(path: Path) -> None:
 def checkpointer_of(owner: Any) -> Any:
     """That of a callback or of AsyncTorchCheckpointIO, while a fit is under way."""
     if isinstance(owner, AsyncCheckpoint):
-        return owner._session._checkpointer
+        return owner._session.checkpointer
     return owner._saves.checkpointer
 
 
 def writer_pid(owner: Any) -> int:
     """The process that writes."""
-    return int(checkpointer_of(owner)._delivery.writer.pid)
+    return int(checkpointer_of(owner)._queue.writer.pid)
 
 
 class Faults:

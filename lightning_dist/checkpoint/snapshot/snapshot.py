@@ -8,23 +8,23 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.disk.jobs import Save
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy, copy_now
 from lightning_dist.checkpoint.snapshot.fence import Fence
 from lightning_dist.checkpoint.snapshot.plan import Owned, Plan, owned_by
+from lightning_dist.checkpoint.writer_queue import WriterQueue
 from lightning_dist.settings.saving import CheckpointSettings
 
 
 class Snapshots:
-    """Snapshots for one delivery, one after the other.
+    """Snapshots for one queue, one after the other.
 
     What the watched optimizers own is copied later, until something else has changed it meanwhile.
     """
 
-    def __init__(self, settings: CheckpointSettings, delivery: Delivery) -> None:
+    def __init__(self, settings: CheckpointSettings, queue: WriterQueue) -> None:
         self.optimizers: list[Optimizer] = []
-        self._settings, self._delivery = settings, delivery
+        self._settings, self._queue = settings, queue
         self.fence = Fence()
         """Steps wait for it while something is copied."""
         self._overlap = settings.snapshot in ("auto", "overlap")
@@ -51,17 +51,17 @@ class Snapshots:
             ValueError: it takes more than ``host_memory_limit``.
         """
         self._require_memory(divided)
-        memory = self._delivery.memory()
+        memory = self._queue.memory()
         snapshot = memory.reserve(divided.nbytes)
         for piece, content in divided.constants:
             snapshot[piece.offset : piece.offset + piece.nbytes] = _as_tensor(content)
         copy_now(divided.now, snapshot)
         if not divided.later:
-            self._delivery.send(save, memory)
+            self._queue.send(save, memory)
             return
         later = LaterCopy(divided.later, snapshot, owned)
         self.fence.close()
-        self._delivery.send(save, memory, prepare=lambda: self._complete(later))
+        self._queue.send(save, memory, prepare=lambda: self._complete(later))
 
     def _complete(self, later: LaterCopy) -> str:
         try:

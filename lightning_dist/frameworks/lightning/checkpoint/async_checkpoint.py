@@ -79,12 +79,12 @@ class AsyncCheckpoint(CheckpointNames):
     @property
     def last_committed(self) -> Committed | None:
         """The newest checkpoint of this run that is durable; on a rank that writes."""
-        return self._last_committed if self._session is None else self._session.saves.last_committed
+        return self._last_committed if self._session is None else self._session.last_committed
 
     @property
     def metrics(self) -> Metrics:
         """Cost of checkpoints on this rank."""
-        return self._metrics if self._session is None else self._session.saves.metrics
+        return self._metrics if self._session is None else self._session.metrics
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves so far are durable, or have failed.
@@ -111,14 +111,14 @@ class AsyncCheckpoint(CheckpointNames):
                 self.settings, callback=self, trainer=trainer, sharded=self.settings.sharded
             )
             if not getattr(trainer.strategy, "joins", False):
-                session.open(checkpoint_folder(self, trainer))
+                session.begin(checkpoint_folder(self, trainer))
             self._session = session
             self._last.release()  # the session keeps the folder
 
     def move(self, leader: int) -> None:
         """Go on with the present ranks, of which ``leader`` writes."""
         if self._session is not None:
-            self._session.move(leader)
+            self._session.follow(leader)
 
     def _require_alike(self, trainer: pl.Trainer) -> None:
         ours = [c for c in callbacks_of(trainer) if isinstance(c, AsyncCheckpoint)]
@@ -132,7 +132,7 @@ class AsyncCheckpoint(CheckpointNames):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._session is not None:
-            self._session.watch_optimizers()
+            self._session.watch(trainer.strategy.optimizers)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -194,8 +194,8 @@ class AsyncCheckpoint(CheckpointNames):
             try:
                 session.close(timeout)
             finally:
-                self._metrics = session.saves.metrics
-                self._last_committed = session.saves.last_committed
+                self._metrics = session.metrics
+                self._last_committed = session.last_committed
 
     @override
     def _save_topk_checkpoint(

@@ -25,14 +25,17 @@ from lightning_dist.frameworks.lightning.checkpoint.bookkeeping import (
     forget,
 )
 from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
-from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import TrainerSaves
+from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
+    report_committed,
+    save_trainer,
+)
 from lightning_dist.frameworks.lightning.ddp import meet
 from lightning_dist.ranks.agreement import Facts, Ranks, destroy, new_group_of_all
 from lightning_dist.settings.saving import CheckpointSettings
 
 
-class CheckpointSession:
-    """From the set-up of a fit to its end.
+class CheckpointSession(Saves):
+    """Saves of one fit, from its set-up to its end.
 
     With one file per checkpoint only rank 0 writes; the other ranks have a session too, since they
     take part in decisions.
@@ -50,8 +53,7 @@ class CheckpointSession:
         trainer: pl.Trainer,
         sharded: bool,
     ) -> None:
-        self._settings, self._sharded = settings, sharded
-        self._callback, self._trainer = callback, trainer
+        self._sharded, self._callback, self._trainer = sharded, callback, trainer
         self._removals: list[str] = []  # of this trigger
         self._has_saved = False
         self._committed: list[str] = []  # what the other ranks do not know of yet
@@ -62,42 +64,32 @@ class CheckpointSession:
         writer: Checkpointer | None = None
         if trainer.is_global_zero or sharded:
             writer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
-        self._ranks = _TrainerRanks(trainer)
-        self.saves = Saves(
-            writer, settings, ranks=self._ranks, warn=rank_zero.warn, ended=self._ended
+        self._all = _TrainerRanks(trainer)
+        super().__init__(
+            writer, settings, ranks=self._all, warn=rank_zero.warn, ended=self._report_end
         )
-        self._of_trainer = TrainerSaves(trainer, self.saves, sharded=sharded)
-
-    @property
-    def _checkpointer(self) -> Checkpointer | None:
-        """Writer of this rank; None on ranks that do not write."""
-        return self.saves.checkpointer
 
     @property
     def _first(self) -> Checkpointer | None:
         """The checkpointer of rank 0, which links and removes; None on other ranks."""
-        return self._checkpointer if self._trainer.is_global_zero else None
+        return self.checkpointer if self._trainer.is_global_zero else None
 
-    def open(self, folder: str) -> None:
+    def begin(self, folder: str) -> None:
         """Become the one trainer that writes to ``folder``. Collective.
 
         Raises:
             ValueError: on all ranks, if it cannot be written to by this job.
         """
         try:
-            self.saves.open(folder, together=self._sharded)
+            self.open(folder, together=self._sharded)
         except BaseException:
             self._end_in_order()
             raise
 
-    def move(self, leader: int) -> None:
+    def follow(self, leader: int) -> None:
         """Go on with the present ranks, of which ``leader`` writes, into the same folder."""
-        self._ranks.move(leader)
-        self.saves.move(self._ranks)
-
-    def watch_optimizers(self) -> None:
-        """Watch the optimizers, which are there when training starts."""
-        self._of_trainer.watch_optimizers()
+        self._all.move(leader)
+        self.move(self._all)
 
     def may_begin(self) -> bool:
         """Whether a save may begin, or is skipped; reports earlier failures. Collective.
@@ -106,7 +98,7 @@ class CheckpointSession:
             CheckpointError: see :meth:`agree_on_failures`.
         """
         by_rank = self.agree_on_failures()
-        return not self.saves.skips(by_rank, step=f" at step {self._trainer.global_step}")
+        return not self.skips(by_rank, step=f" at step {self._trainer.global_step}")
 
     def save(self, path: str, *, weights_only: bool, at_once: bool) -> None:
         """Take a snapshot of the training. On all ranks.
@@ -114,8 +106,15 @@ class CheckpointSession:
         Args:
             at_once: all of it, for something may change the weights before the next step.
         """
-        folder = checkpoint_folder(self._callback, self._trainer)
-        self._of_trainer.save(path, folder=folder, at_once=at_once, weights_only=weights_only)
+        save_trainer(
+            self._trainer,
+            self,
+            path,
+            folder=checkpoint_folder(self._callback, self._trainer),
+            sharded=self._sharded,
+            at_once=at_once,
+            weights_only=weights_only,
+        )
         self._has_saved = True
 
     def link(self, source: str, target: str, *, symbolic: bool = False) -> None:
@@ -148,16 +147,17 @@ class CheckpointSession:
 
     def is_pending(self, path: str) -> bool:
         """Whether ``path`` is being written, or linked to."""
-        return self._checkpointer is not None and self._checkpointer.is_pending(path)
+        return self.checkpointer is not None and self.checkpointer.is_pending(path)
 
+    @override
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until everything is written, linked and removed.
+        """Wait until everything is written, linked and removed; failures wait to be agreed on.
 
         Raises:
             TimeoutError: after ``timeout`` seconds.
         """
-        if self._checkpointer is not None:
-            self._checkpointer.wait(timeout)
+        if self.checkpointer is not None:
+            self.checkpointer.wait(timeout)
 
     def deliver(self) -> None:
         """Report outcomes of saves since the last call to the user and loggers.
@@ -165,11 +165,11 @@ class CheckpointSession:
         Raises:
             CheckpointError: some have failed, on rank 0, and ``on_error`` says so.
         """
-        self.saves.poll()
+        self.poll()
         if self._trainer.is_global_zero and self._settings.on_error == "raise":
-            fatal = self.saves.take(fatal=True).values()
+            fatal = self.take(fatal=True).values()
             self._correct([each.target for each in fatal])
-            self.saves.report(fatal)
+            self.report(fatal)
 
     def agree_on_failures(self) -> list[Facts]:
         """Agree on what could not be written: all ranks raise, or all drop it. Collective.
@@ -177,31 +177,31 @@ class CheckpointSession:
         Raises:
             CheckpointError: on all ranks; it names all that failed.
         """
-        self.saves.poll()
-        last, committed = self.saves.last_committed, self._committed
+        self.poll()
+        last, committed = self.last_committed, self._committed
         self._committed = []
         news = {"committed": committed, "last": last.target if last else ""}
-        failures, by_rank = self.saves.agree(news)
-        leader = self._ranks.leader
+        failures, by_rank = self.agree(news)
+        leader = self._all.leader
         for target in by_rank[leader]["committed"]:
             self.displaced.commit(target)
         if failures:
             targets = [each.target for each in failures]
             back = self._back(targets)
             # The leader knows the files, every rank the scores.
-            files = self._ranks.of_leader(
+            files = self._all.of_leader(
                 {"back": [*filter(_exists, back)], "gone": self._last_is_gone()}
             )
             back = {path: back[path] for path in files["back"]}
             self._forget(targets, kept=by_rank[leader]["last"], back=back)
             if files["gone"]:
                 self._callback.last_model_path = ""
-        self.saves.report(failures)
+        self.report(failures)
         return by_rank
 
     def _correct(self, targets: list[str]) -> None:
         """Take what was not written out of the paths that users read, on this rank alone."""
-        last = self.saves.last_committed
+        last = self.last_committed
         there = {path: v for path, v in self._back(targets).items() if _exists(path)}
         self._forget(targets, kept=last.target if last else "", back=there)
 
@@ -225,25 +225,26 @@ class CheckpointSession:
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until everything is written, linked and removed, and take the outcomes."""
-        if self._checkpointer is not None:
-            if self._checkpointer.busy:
+        if self.checkpointer is not None:
+            if self.checkpointer.busy:
                 rank_zero.info("Waiting until the last checkpoint is written")
-            self._checkpointer.wait(timeout)
-            self.saves.poll()
+            self.checkpointer.wait(timeout)
+            self.poll()
 
+    @override
     def close(self, timeout: float | None = None) -> None:
         """Drain, warn of failures that were not reported yet, and end the writer.
 
         Args:
             timeout: seconds after which the writer is left to itself.
         """
-        if self._checkpointer is None:
+        if self.checkpointer is None:
             return
         deadline = None if timeout is None else time.monotonic() + timeout
         with suppress(TimeoutError):
             self.drain(timeout)
-        self.saves.poll()
-        failures = self.saves.take().values()
+        self.poll()
+        failures = self.take().values()
         self._correct([each.target for each in failures])
         for each in failures:
             rank_zero.warn(each.message)
@@ -251,22 +252,22 @@ class CheckpointSession:
             self._end_in_order()
             return
         try:  # and leave the group, whose destruction would wait for a peer that hangs
-            self._checkpointer.close(max(deadline - time.monotonic(), 1.0))
+            self.checkpointer.close(max(deadline - time.monotonic(), 1.0))
         except CheckpointError as error:
             rank_zero.warn(f"Training ended before its checkpoints were complete: {error}")
 
     def _end_in_order(self) -> None:
         try:
-            if self._checkpointer is not None:
-                self._checkpointer.close()
+            if self.checkpointer is not None:
+                self.checkpointer.close()
         finally:
             destroy(self._group)
 
-    def _ended(self, event: Committed | Failed) -> None:
+    def _report_end(self, event: Committed | Failed) -> None:
         if not isinstance(event, Committed):
             return
         self._committed.append(event.target)
-        self._of_trainer.committed(event)
+        report_committed(self._trainer, self, event)
         callback: Any = proxy(self._callback)
         for logger in self._trainer.loggers if self._trainer.is_global_zero else ():
             logger.after_save_checkpoint(callback)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,11 @@ from lightning_dist.elastic.progress import KEY, Generators
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint.supported import weights_may_change
-from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import TrainerSaves
+from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
+    log_values,
+    report_committed,
+    save_trainer,
+)
 from lightning_dist.frameworks.lightning.elastic import private
 from lightning_dist.frameworks.lightning.elastic.connectors import (
     Preempted,
@@ -77,25 +80,30 @@ class TrainerPlacement(Placement):
         if self._trainer.is_global_zero:
             requeue(private.cluster_environment(self._trainer), reasons)
 
-    @cached_property
-    def saves(self) -> TrainerSaves:
-        """Saves of this fit, from the opening of the session on."""
-        sharded = self._session.settings.saving.sharded
-        return TrainerSaves(self._trainer, self._session.retention.saves, sharded=sharded)
+    def watch_optimizers(self) -> None:
+        """Watch the optimizers, which are there when training starts."""
+        self._session.retention.saves.watch(self._trainer.strategy.optimizers)
 
     @override
     def write(self, path: str) -> None:
-        folder, at_once = self._session.settings.folder, weights_may_change(self._trainer)
-        self.saves.save(path, folder=folder, at_once=at_once)
+        settings = self._session.settings
+        save_trainer(
+            self._trainer,
+            self._session.retention.saves,
+            path,
+            folder=settings.folder,
+            sharded=settings.saving.sharded,
+            at_once=weights_may_change(self._trainer),
+        )
 
     @override
     def committed(self, event: Committed) -> None:
-        self.saves.committed(event)
+        report_committed(self._trainer, self._session.retention.saves, event)
 
     def log_costs(self) -> None:
         """Give the loggers the cost of restarts; on rank 0."""
         if self._session.costs:
-            self.saves.log(self._session.costs)
+            log_values(self._trainer, self._session.costs)
 
     @property
     def members(self) -> Membership:

@@ -227,7 +227,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             require_recoverable_fit(trainer, self._at.data)
         if isinstance(self._at, RecoveringPlacement):
             self._at.recover()
-        self._at.saves.watch_optimizers()
+        self._at.watch_optimizers()
         if self._joins:
             self._join(self._at)
             return

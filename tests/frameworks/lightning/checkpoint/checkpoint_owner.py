@@ -29,7 +29,7 @@ def main(folder: Path, format: str) -> None:
 
     def die() -> None:
         # Behind the snapshot and the jobs that follow it, in the one thread that sends them.
-        checkpointer_of(callback)._delivery._thread.submit(lambda: None).result()
+        checkpointer_of(callback)._queue._thread.submit(lambda: None).result()
         for number in (signal.SIGINT, signal.SIGTERM):  # as a terminal or a cluster sends to all
             os.kill(writer_pid(callback), number)
         os.killpg(os.getpgrp(), signal.SIGKILL)

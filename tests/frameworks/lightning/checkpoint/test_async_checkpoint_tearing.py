@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_dist import AsyncCheckpoint
-from lightning_dist.checkpoint.delivery import Delivery
 from lightning_dist.checkpoint.snapshot.copying import LaterCopy
 from lightning_dist.checkpoint.snapshot.fence import Fence
+from lightning_dist.checkpoint.writer_queue import WriterQueue
 
 
 class Witness(ModelCheckpoint):
@@ -73,7 +73,7 @@ def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     signals(Fence, "close", arrived.clear)
     signals(Fence, "wait", arrived.set)
     for name in ("await_slot", "wait", "close"):
-        signals(Delivery, name, arrived.set)
+        signals(WriterQueue, name, arrived.set)
     signals(LaterCopy, "run", late)
 
 

@@ -1,4 +1,4 @@
-"""Jobs on their way to the writer, and what came back."""
+"""Queue of the jobs of a writer, and of what came back."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from lightning_dist.checkpoint.disk.jobs import (
     Save,
 )
 from lightning_dist.checkpoint.disk.writing import content_nbytes
-from lightning_dist.checkpoint.removals import Removals
 from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
-from lightning_dist.checkpoint.writers import WriterHandle, WriterProcess, WriterThread
+from lightning_dist.checkpoint.writers import AnyWriter, WriterProcess, WriterThread
 from lightning_dist.settings.saving import CheckpointSettings
 
 FileOperation = Link | Remove | Keep
@@ -46,11 +45,54 @@ class _InFlight:
     """counted before it is sent: the writer removes files that it has copied."""
     copied: Future[str]
     """when it is prepared: why it has to be dropped, or an empty string."""
-    writer: WriterHandle | None = None
+    writer: AnyWriter | None = None
     """that has it; None until it is sent."""
 
 
-class Delivery:
+class Removals:
+    """Removals that were requested, until they are known to be done.
+
+    After a failed save a writer lets removals wait for the next success. If it is lost they are
+    asked for again, after the next save.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[str, bool] = {}  # whether it waits in the writer
+        self._again: list[str] = []
+
+    def ask(self, path: str) -> None:
+        self._asked[path] = False
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._asked or path in self._again
+
+    def cancel(self, path: str) -> None:
+        """``path`` is to stay, or is written anew."""
+        self._asked.pop(path, None)
+        self._again = [each for each in self._again if each != path]
+
+    def answered(self, path: str, *, waits: bool) -> None:
+        """The writer has done it, or will after the next success."""
+        if path in self._asked:
+            self._asked[path] = True
+            if not waits:
+                del self._asked[path]
+
+    def succeeded(self) -> None:
+        """A save was committed, so what waited is done."""
+        self._asked = {path: waits for path, waits in self._asked.items() if not waits}
+
+    def lost(self) -> None:
+        """The writer is gone."""
+        self._again = list(self._asked)
+
+    def take_again(self) -> list[str]:
+        """Removals to be requested again."""
+        again, self._again = self._again, []
+        return again
+
+
+class WriterQueue:
     """Hands jobs to a writer in the order of the calls, and keeps count of them.
 
     All jobs pass through one thread, because a snapshot may have to be completed first: the thread
@@ -75,7 +117,7 @@ class Delivery:
         self._changed = threading.Condition()
         self._in_flight: dict[str, _InFlight] = {}
         # Under way, and with whom.
-        self._operations: list[tuple[FileOperation, WriterHandle | None]] = []
+        self._operations: list[tuple[FileOperation, AnyWriter | None]] = []
         self._removals = Removals()
         self._newest = ""  # target of the last success
         self._closing = False
@@ -83,9 +125,9 @@ class Delivery:
         self._events: list[Committed | Failed] = []
         self._free = [SnapshotMemory() for _ in range(settings.max_in_flight)]
         self._folders: dict[str, bool] = {}  # whether others are kept out
-        self.writer: WriterHandle | None = None
+        self.writer: AnyWriter | None = None
         self._loss = "the checkpoint writer has ended"  # or how
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-delivery")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-queue")
 
     @property
     def count(self) -> int:
@@ -247,7 +289,7 @@ class Delivery:
             save = replace(save, pieces=(), dropped=problem)
         self._put(save, memory, self.writer)
 
-    def _put(self, job: Job, memory: SnapshotMemory | None, writer: WriterHandle | None) -> None:
+    def _put(self, job: Job, memory: SnapshotMemory | None, writer: AnyWriter | None) -> None:
         origin = job.origin if isinstance(job, Save) else None
         try:
             if writer is None:
@@ -265,7 +307,7 @@ class Delivery:
             else:
                 self._end(job.target, writer)
 
-    def _report(self, writer: WriterHandle | None, event: Event) -> None:
+    def _report(self, writer: AnyWriter | None, event: Event) -> None:
         with self._changed:
             if isinstance(event, Done):
                 self._removals.answered(event.target, waits=event.waits)
@@ -290,7 +332,7 @@ class Delivery:
                 self._events.append(event)
             self._changed.notify_all()
 
-    def _end(self, target: str, writer: WriterHandle | None) -> None:
+    def _end(self, target: str, writer: AnyWriter | None) -> None:
         """Remove one operation on ``target`` of ``writer``; another writer may have one too."""
         with self._changed:
             of_writer = (each for each in self._operations if each[1] is writer)
@@ -299,7 +341,7 @@ class Delivery:
                 self._operations.remove(ended)
             self._changed.notify_all()
 
-    def _lost(self, writer: WriterHandle, reason: str) -> None:
+    def _lost(self, writer: AnyWriter, reason: str) -> None:
         """``writer`` has ended by itself, so all of its jobs are lost."""
         with self._changed:
             lost = [each.save for each in self._in_flight.values() if each.writer is writer]
@@ -320,7 +362,7 @@ class Delivery:
         """
         return isinstance(operation, Link) and operation.source == self._newest
 
-    def _start_writer(self) -> WriterHandle:
+    def _start_writer(self) -> AnyWriter:
         read_back = self._settings.verify == "always"
         kind = self._settings.writer
         here = [folder for folder in self._folders if _only_here(folder)]
