@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.errors import CheckpointError, DroppedCheckpointError
 from lightning_dist.checkpoint.disk.jobs import SaveFolder
 from lightning_dist.checkpoint.disk.manifest import File, Manifest, Part, zeros
@@ -135,14 +135,14 @@ class SharedFolder:
             manifest = merge(save, receipts)
             if self.read_back:  # before the manifest: in an object store that one publishes
                 verify_files(self._staged, storage, self._staged, manifest)
-            storage.write(f"{self._staged}/{manifests.NAME}", manifest.to_json())
+            storage.write(f"{self._staged}/{NAME}", manifest.to_json())
             if self.read_back:
                 read_manifest(self._staged, storage, self._staged)
             storage.publish(self._staged, self.target)
         except Exception as error:
             self._give_up(error)
             raise
-        kept = {manifests.NAME, *(file.name.partition("/")[0] for file in manifest.files)}
+        kept = {NAME, *(file.name.partition("/")[0] for file in manifest.files)}
         for name in storage.names(self.target):  # receipts, and what had these names before
             if name not in kept:
                 storage.remove(f"{self.target}/{name}")
@@ -163,7 +163,7 @@ class SharedFolder:
         )
         if self.storage.exists(first):  # rank 0 has one only to say that it failed
             Receipt.from_json(self.storage.read(first)).require(0)
-        path = f"{self.target}/{manifests.NAME}"
+        path = f"{self.target}/{NAME}"
         published: Manifest | None = None
         if self.storage.exists(path):
             published = Manifest.from_json(self.storage.read(path), path=path)

@@ -6,7 +6,7 @@ import os
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.checkpoint.disk.storage.base import Storage
+from lightning_dist.checkpoint.disk.storage import Storage
 from lightning_dist.checkpoint.disk.storage.local import LocalStorage, leftovers_by_name
 from lightning_dist.checkpoint.disk.verify import verify
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk.manifest import NAME
 from lightning_dist.checkpoint.disk.archive import ROOT, Archive, crc32
 from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.manifest import RECORD, Manifest, Origin
@@ -90,9 +90,9 @@ def _verify_file(path: str, file: Any) -> None:
 
 
 def read_manifest(path: str, storage: Storage, inside: str) -> Manifest:
-    name = f"{inside}/{manifests.NAME}"
+    name = f"{inside}/{NAME}"
     if not storage.exists(name):
-        raise CorruptCheckpointError(path, f"it has no {manifests.NAME}, which is written last")
+        raise CorruptCheckpointError(path, f"it has no {NAME}, which is written last")
     try:
         return Manifest.from_json(storage.read(name), path=path)
     except (ValueError, KeyError, TypeError) as error:
