@@ -22,7 +22,7 @@ from worlds import Rank, run_threads
 
 import lightning_dist
 from lightning_dist.base.console import print_table, stdout_console
-from lightning_dist.checkpoint.metrics import Metrics
+from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.codecs import Int8, resolve_codec
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.ddp import compress_ddp

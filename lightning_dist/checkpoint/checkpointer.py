@@ -1,4 +1,4 @@
-"""Snapshots of a training state, and their way to the writer."""
+"""Snapshots of a training state, their way to the writer, and what they cost."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_dist.base.features import CHECKPOINTS
-from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import Lock, forget, is_owned, own
+from lightning_dist.checkpoint.disk.format import CheckpointError, Origin
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
     Failed,
@@ -24,17 +24,43 @@ from lightning_dist.checkpoint.disk.jobs import (
     SaveFile,
     SaveFolder,
 )
-from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.scan import Orders
-from lightning_dist.checkpoint.metrics import Metrics
-from lightning_dist.checkpoint.restricted import require_loadable
-from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
-from lightning_dist.checkpoint.snapshot.plan import plan, shape_of
+from lightning_dist.checkpoint.reading import require_loadable
+from lightning_dist.checkpoint.snapshot.plan import Pickled, pickled, plan, shape_of
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.checkpoint.writer_queue import WriterQueue
 from lightning_dist.ranks.agreement import Ranks
 from lightning_dist.ranks.spread import Spread
 from lightning_dist.settings.saving import CheckpointSettings
+
+
+@dataclass
+class Metrics:
+    """Cost of checkpoints so far, on this rank. Loggers get the fields as ``checkpoint/<name>``."""
+
+    saves: int = 0
+    skipped: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    blocking_ms: float = 0.0
+    """Of the last save: from its call to its return."""
+    queue_ms: float = 0.0
+    """Part of it: waiting for an earlier save."""
+    optimizer_wait_ms: float = 0.0
+    """Waiting for copies in optimizer steps, in total."""
+    write_ms: float = 0.0
+    """Of the last committed save."""
+    bytes: int = 0
+    """Of the last committed save, written by this rank."""
+
+    def by_name(self) -> dict[str, float]:
+        """``checkpoint/*`` for loggers, without values that are not known yet."""
+        unknown = {"saves"}
+        if not self.saves:
+            unknown |= {"blocking_ms", "queue_ms", "optimizer_wait_ms"}
+        if not self.bytes:
+            unknown |= {"write_ms", "bytes"}
+        return {f"checkpoint/{n}": value for n, value in asdict(self).items() if n not in unknown}
 
 
 class Checkpointer:

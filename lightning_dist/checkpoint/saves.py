@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.checkpointer import Checkpointer, Metrics
 from lightning_dist.checkpoint.disk.folder_owner import is_owned
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.ranks.agreement import Facts, Ranks
 from lightning_dist.settings.saving import CheckpointSettings
 

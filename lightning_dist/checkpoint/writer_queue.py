@@ -10,8 +10,8 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wa
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder import SLOWEST_UPLOAD
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
     Done,
@@ -22,10 +22,9 @@ from lightning_dist.checkpoint.disk.jobs import (
     Link,
     Remove,
     Save,
+    content_nbytes,
 )
-from lightning_dist.checkpoint.disk.writing import content_nbytes
-from lightning_dist.checkpoint.snapshot.memory import SnapshotMemory
-from lightning_dist.checkpoint.writers import AnyWriter, WriterProcess, WriterThread
+from lightning_dist.checkpoint.writers import AnyWriter, SnapshotMemory, WriterProcess, WriterThread
 from lightning_dist.settings.saving import CheckpointSettings
 
 FileOperation = Link | Remove | Keep

@@ -13,12 +13,10 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from lightning_dist.base.console import print_table, stdout_console
-from lightning_dist.checkpoint.disk.errors import no_checkpoint
 from lightning_dist.checkpoint.disk.folder_owner import own, owner_of
-from lightning_dist.checkpoint.disk.manifest import NAME
-from lightning_dist.checkpoint.disk.scan import Found, checkpoints, is_checkpoint
+from lightning_dist.checkpoint.disk.format import NAME, no_checkpoint
+from lightning_dist.checkpoint.disk.scan import Description, Found, checkpoints, is_checkpoint
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
-from lightning_dist.checkpoint.disk.verify import Description
 from lightning_dist.cli.ckpt_prune import Plan, Verdict, check, plan, without_path
 from lightning_dist.cli.errors import DAMAGED, reported
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.checkpoint.disk.scan import Found, is_original
+from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.scan import Description, Found, is_original, verify
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
-from lightning_dist.checkpoint.disk.verify import Description, verify
 from lightning_dist.cli.errors import line_of
 
 PROTECTED = ("last", "latest", "best")

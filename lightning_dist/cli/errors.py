@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 import typer
 
 from lightning_dist.base.optional import needed_by
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
 
 DAMAGED = 1
 BAD_INPUT = 2

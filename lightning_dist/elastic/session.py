@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_dist.base.features import RESTART
+from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.data.sharding import Deal
 from lightning_dist.elastic.history import RunHistory, cost_line, start_line

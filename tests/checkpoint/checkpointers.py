@@ -12,7 +12,7 @@ import pytest
 from worlds import Rank
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.snapshot.copying import LaterCopy
+from lightning_dist.checkpoint.snapshot.snapshot import LaterCopy
 from lightning_dist.checkpoint.writers import WriterProcess
 from lightning_dist.settings.saving import CheckpointSettings
 

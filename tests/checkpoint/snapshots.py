@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.checkpoint.disk.format import Origin
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, SaveFile, SaveFolder
-from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.writer import Writer
-from lightning_dist.checkpoint.snapshot.copying import copy_now
-from lightning_dist.checkpoint.snapshot.pickling import Pickled, pickled
-from lightning_dist.checkpoint.snapshot.plan import Plan, plan
+from lightning_dist.checkpoint.snapshot.plan import Pickled, Plan, pickled, plan
+from lightning_dist.checkpoint.snapshot.snapshot import copy_now
 
 Snapshot = memoryview
 

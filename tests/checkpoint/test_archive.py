@@ -25,20 +25,21 @@ from snapshots import (
 )
 from torch import nn
 
-from lightning_dist.checkpoint.disk import manifest as manifests
-from lightning_dist.checkpoint.disk.archive import (
+from lightning_dist.checkpoint.disk import format as manifests
+from lightning_dist.checkpoint.disk.format import (
     ROOT,
     Archive,
+    CheckpointError,
+    CorruptCheckpointError,
     Record,
     archive_nbytes,
     combine,
     combined,
     crc32,
 )
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.checkpoint.disk.verify import describe, verify
+from lightning_dist.checkpoint.disk.scan import describe, verify
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.checkpoint.snapshot.pickling import pickled
+from lightning_dist.checkpoint.snapshot.plan import pickled
 
 names = st.text(st.characters(exclude_categories=["C"], exclude_characters="\\"), min_size=1)
 records = st.dictionaries(names.filter(lambda n: n.strip("/") == n), st.binary(), max_size=20)

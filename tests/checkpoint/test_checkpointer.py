@@ -22,8 +22,7 @@ from lightning_dist.checkpoint import writers
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
-from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, verify
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.writers import WriterThread
 from lightning_dist.settings.saving import CheckpointSettings

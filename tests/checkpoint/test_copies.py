@@ -16,11 +16,10 @@ from torch import nn
 from worlds import Rank, run_threads
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Saves
-from lightning_dist.checkpoint.snapshot.copying import LaterCopy
-from lightning_dist.checkpoint.snapshot.fence import Fence
+from lightning_dist.checkpoint.snapshot.snapshot import Fence, LaterCopy
 from lightning_dist.ranks.agreement import Ranks
 from lightning_dist.settings.saving import CheckpointSettings
 
@@ -246,7 +245,7 @@ def test_an_error_of_the_copy_fails_the_save_and_opens_the_fence(
         raise RuntimeError("no such memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_dist.checkpoint.snapshot.copying.LaterCopy.run", fail)
+        patch.setattr("lightning_dist.checkpoint.snapshot.snapshot.LaterCopy.run", fail)
         checkpointer.save(state_of(model, optimizer), f"{tmp_path}/a.ckpt", step=1)
         backward(model)
         optimizer.step()
@@ -307,9 +306,9 @@ def test_closing_waits_for_a_copy_no_longer_than_it_may(
 
 COPIES = """
 import sys
-from lightning_dist.checkpoint.snapshot.copying import LaterCopy
+from lightning_dist.checkpoint.snapshot.snapshot import LaterCopy
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.settings.saving import CheckpointSettings
 from snapshots import trained
 

@@ -19,17 +19,17 @@ from folder_owners import owner
 from processes import run, run_together
 from snapshots import assert_equal, folder_saves, origin, small_state, write_file, write_folder
 
-from lightning_dist.checkpoint.disk import file_lock
-from lightning_dist.checkpoint.disk.file_lock import is_fuse
+from lightning_dist.checkpoint.disk import folder_owner as file_lock
 from lightning_dist.checkpoint.disk.folder_owner import (
     LOCK,
     Lock,
     forget,
+    is_fuse,
     is_owned,
     own,
     owner_of,
 )
-from lightning_dist.checkpoint.disk.recovery import recover
+from lightning_dist.checkpoint.disk.scan import recover
 from lightning_dist.checkpoint.disk.storage import LocalStorage
 from lightning_dist.checkpoint.reading import load
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_dist import ElasticLoop
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.restricted import require_loadable
+from lightning_dist.checkpoint.reading import require_loadable
 from lightning_dist.elastic.progress import KEY
 from lightning_dist.settings.saving import CheckpointSettings
 

@@ -13,12 +13,11 @@ from checkpointers import held_copies
 from snapshots import damage, folder_saves, origin, small_state, trained, write_file, write_folder
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk import manifest as manifests
+from lightning_dist.checkpoint.disk import format as manifests
 from lightning_dist.checkpoint.disk import scan
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Failed
-from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
-from lightning_dist.checkpoint.disk.verify import Description, verify
+from lightning_dist.checkpoint.disk.scan import Description, checkpoints, newest_valid, verify
 from lightning_dist.checkpoint.writer_queue import Removals
 from lightning_dist.settings.saving import CheckpointSettings
 

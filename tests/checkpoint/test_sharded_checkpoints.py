@@ -29,16 +29,20 @@ from snapshots import (
 from torch import Tensor, nn
 from worlds import Rank, run_threads
 
-from lightning_dist.checkpoint.disk.archive import crc32
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.folder import Receipt, merge
+from lightning_dist.checkpoint.disk.format import (
+    CheckpointError,
+    CorruptCheckpointError,
+    Manifest,
+    Part,
+    crc32,
+    zeros,
+)
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed, SaveFolder
-from lightning_dist.checkpoint.disk.manifest import Manifest, Part, zeros
-from lightning_dist.checkpoint.disk.verify import describe, verify
+from lightning_dist.checkpoint.disk.scan import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.saves import committed_line
-from lightning_dist.checkpoint.snapshot.pickling import pickled
-from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, owned_by, plan, shape_of
+from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, owned_by, pickled, plan, shape_of
 from lightning_dist.ranks.spread import Spread
 
 sizes = st.lists(st.integers(0, 200), max_size=8)

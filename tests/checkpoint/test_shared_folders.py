@@ -21,14 +21,12 @@ from stores import FaultyStorage, broken_disk
 
 from lightning_dist.checkpoint.disk import folder
 from lightning_dist.checkpoint.disk import writer as writer_module
-from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
-from lightning_dist.checkpoint.disk.jobs import Committed, Event, Failed, SaveFolder
-from lightning_dist.checkpoint.disk.manifest import NAME, Manifest
+from lightning_dist.checkpoint.disk.format import NAME, CorruptCheckpointError, Manifest
+from lightning_dist.checkpoint.disk.jobs import Committed, Event, Failed, SaveFolder, write_shard
+from lightning_dist.checkpoint.disk.scan import verify
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.disk.storage.base import Bytes, Sink
-from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.disk.writer import Writer
-from lightning_dist.checkpoint.disk.writing import write_shard
 from lightning_dist.checkpoint.reading import load
 
 NOTHING = memoryview(b"")

@@ -26,10 +26,8 @@ from stores import Bucket
 
 from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, Failed, Link, Remove
-from lightning_dist.checkpoint.disk.recovery import recover
-from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
+from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, recover, verify
 from lightning_dist.checkpoint.disk.storage import LocalStorage, ObjectStorage, local, storage_of
-from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.reading import consolidate, load
 
@@ -260,7 +258,7 @@ def test_recover_leaves_what_a_newer_version_wrote(
 ) -> None:
     staged = Path(STORAGE.staging(f"{tmp_path}/x.ckpt", origin().save_id))
     with monkeypatch.context() as newer:
-        newer.setattr("lightning_dist.checkpoint.disk.manifest.VERSION", 2)
+        newer.setattr("lightning_dist.checkpoint.disk.format.VERSION", 2)
         whole_folder(str(tmp_path / "elsewhere"), 1)
     os.rename(tmp_path / "elsewhere", staged)
     recover(STORAGE, str(tmp_path))

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from lightning_dist.checkpoint.disk.format import Origin
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, Piece, SaveFile, SaveFolder
-from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.disk.writer import Writer
 
 RECORDS = {"data.pkl": b"p" * 100, "data/0": bytes(range(256)) * 8, "version": b"3\n"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.data.plan import Layout, Position

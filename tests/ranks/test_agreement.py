@@ -5,12 +5,12 @@ import json
 import pytest
 from worlds import Rank, run_threads
 
-from lightning_dist.checkpoint.disk.errors import (
+from lightning_dist.checkpoint.disk.folder_owner import NoLocksError
+from lightning_dist.checkpoint.disk.format import (
     CheckpointError,
     CorruptCheckpointError,
     no_checkpoint,
 )
-from lightning_dist.checkpoint.disk.file_lock import NoLocksError
 from lightning_dist.ranks.agreement import Ranks, describe_error, error_from
 
 

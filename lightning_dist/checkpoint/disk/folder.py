@@ -14,13 +14,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from lightning_dist.checkpoint.disk.manifest import NAME
-from lightning_dist.checkpoint.disk.errors import CheckpointError, DroppedCheckpointError
-from lightning_dist.checkpoint.disk.jobs import SaveFolder
-from lightning_dist.checkpoint.disk.manifest import File, Manifest, Part, zeros
+from lightning_dist.checkpoint.disk.format import (
+    NAME,
+    CheckpointError,
+    DroppedCheckpointError,
+    File,
+    Manifest,
+    Part,
+    zeros,
+)
+from lightning_dist.checkpoint.disk.jobs import SaveFolder, content_nbytes, copy_file, write_shard
+from lightning_dist.checkpoint.disk.scan import read_manifest, verify_files
 from lightning_dist.checkpoint.disk.storage import Storage
-from lightning_dist.checkpoint.disk.verify import read_manifest, verify_files
-from lightning_dist.checkpoint.disk.writing import content_nbytes, copy_file, write_shard
 
 _ORPHAN_TIMEOUT = 10.0
 """Seconds that a writer waits for others once its trainer is dead."""

@@ -1,20 +1,70 @@
-"""Bytes of a checkpoint that a rank copies and writes, and those that may be copied later."""
+"""Plan of a snapshot: which bytes of a state go where, and when they are copied."""
 
 from __future__ import annotations
 
+import io
+import pickle
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.serialization import DEFAULT_PROTOCOL
 
 from lightning_dist.checkpoint.disk.jobs import Piece
-from lightning_dist.checkpoint.snapshot.pickling import Pickled
+from lightning_dist.checkpoint.private import describe_storage, identity_of, location_of
 from lightning_dist.ranks.spread import Spread
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """The record ``data.pkl`` and the contents of ``data/0``, ``data/1``, ..."""
+
+    data: bytes
+    storages: tuple[torch.UntypedStorage, ...]
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=DEFAULT_PROTOCOL)
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._keys: dict[int, str] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        if not torch.is_storage(obj):
+            return None
+        storage, dtype, kind, numel = describe_storage(obj)
+        address = 0 if storage.device.type == "meta" else storage.data_ptr()
+        if address and self._dtypes.setdefault(address, dtype) != dtype:
+            raise ValueError(
+                "A checkpoint cannot hold two tensors that view the same memory as different "
+                "dtypes; clone one of them in on_save_checkpoint"
+            )
+        identity = identity_of(storage)
+        key = self._keys.setdefault(identity, str(len(self._keys)))
+        self.storages[identity] = storage
+        return "storage", kind, key, location_of(storage), numel
+
+
+def pickled(state: Any) -> Pickled:
+    """Pickle ``state`` as ``torch.save`` does.
+
+    Tensors that share memory share a storage, so tied weights stay tied and are stored once.
+
+    Raises:
+        ValueError: two tensors view the same memory as different dtypes.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(state)
+    return Pickled(file.getvalue(), tuple(pickler.storages.values()))
+
 
 PICKLE = "data.pkl"
 _ALIGNMENT = 64

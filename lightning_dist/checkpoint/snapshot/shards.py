@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.base.private import tensors_in
 from lightning_dist.checkpoint.private import chunk_of, knows_offset, offset_in_file
-from lightning_dist.checkpoint.reading import opened
-from lightning_dist.checkpoint.restricted import restricted_load
+from lightning_dist.checkpoint.reading import opened, restricted_load
 from lightning_dist.checkpoint.snapshot.plan import local_of
 from lightning_dist.ranks.spread import Spread
 

@@ -182,7 +182,7 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
             All the rest of it, and whether the state of the sync in it is this rank's part alone,
             as of one that AsyncCheckpoint has written; others are read in Lightning's way.
         """
-        from lightning_dist.checkpoint.disk.verify import describe
+        from lightning_dist.checkpoint.disk.scan import describe
         from lightning_dist.frameworks.lightning.checkpoint.resume import ResumeCheckpointIO
         from lightning_dist.frameworks.lightning.checkpoint.shards import load_shards
         from lightning_dist.ranks.agreement import Ranks

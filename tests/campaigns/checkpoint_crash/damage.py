@@ -5,10 +5,9 @@ import random
 import shutil
 from pathlib import Path
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.jobs import Event
-from lightning_dist.checkpoint.disk.scan import newest_valid
-from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.disk.scan import newest_valid, verify
 from lightning_dist.checkpoint.disk.writer import Writer
 from tests.campaigns.checkpoint_crash.oracle import Oracle, Verdict, step_of
 from tests.campaigns.checkpoint_crash.writer import Scenario, is_content, saves_of

@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK
-from lightning_dist.checkpoint.disk.scan import SUFFIX, checkpoints, newest_valid
-from lightning_dist.checkpoint.disk.verify import Description, verify
+from lightning_dist.checkpoint.disk.format import CheckpointError
+from lightning_dist.checkpoint.disk.scan import (
+    SUFFIX,
+    Description,
+    checkpoints,
+    newest_valid,
+    verify,
+)
 from tests.campaigns import harness
 from tests.campaigns.checkpoint_crash.child import Message
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
 from lightning_dist.checkpoint.reading import load

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_dist.checkpoint.disk.folder_owner import own
+from lightning_dist.checkpoint.disk.format import NAME, Manifest, Origin
 from lightning_dist.checkpoint.disk.jobs import (
     Committed,
     Event,
@@ -23,7 +24,6 @@ from lightning_dist.checkpoint.disk.jobs import (
     SaveFile,
     SaveFolder,
 )
-from lightning_dist.checkpoint.disk.manifest import NAME, Manifest, Origin
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.checkpoint.disk.storage import Storage, storage_of
 from lightning_dist.checkpoint.disk.writer import Writer

@@ -24,8 +24,8 @@ from scenarios.accelerating import (
 from torch.distributed import distributed_c10d
 
 from lightning_dist.accelerate import AsyncStateCheckpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK
+from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
 
 pytestmark = pytest.mark.slow
 KILLED = Path(__file__).with_name("accelerate_killed.py")

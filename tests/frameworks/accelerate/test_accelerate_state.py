@@ -16,9 +16,9 @@ from scenarios.accelerating import Training, damage, names, no_room, saving, wri
 
 from lightning_dist.accelerate import AsyncStateCheckpointer
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import own
-from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.scan import verify
 from lightning_dist.frameworks.accelerate.async_state.scratch import Scratch, sweep
 
 

@@ -38,7 +38,7 @@ from typer.testing import CliRunner
 from lightning_dist import AsyncCheckpoint
 from lightning_dist.base.features import FSDP
 from lightning_dist.base.versions import release
-from lightning_dist.checkpoint.disk.errors import CorruptCheckpointError
+from lightning_dist.checkpoint.disk.format import CorruptCheckpointError
 from lightning_dist.checkpoint.reading import consolidate
 from lightning_dist.checkpoint.reading import load as load_checkpoint
 from lightning_dist.checkpoint.snapshot.plan import Plan

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
-from lightning_dist.checkpoint.disk.manifest import NAME
+from lightning_dist.checkpoint.disk.format import NAME
 from lightning_dist.checkpoint.disk.storage.base import SLICE, Bytes, Sink, Storage, manifest_last
 
 _PART = re.compile(r"(?:shard-\d{5}-of-\d{5}-|\.rank-\d+\.)([0-9a-f]{16})\.(?:bin|json)")

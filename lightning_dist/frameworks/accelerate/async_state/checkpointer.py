@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.checkpointer import Checkpointer, Metrics
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.saves import Failure, Saves
 from lightning_dist.frameworks.accelerate.accelerator import Accelerator
 from lightning_dist.frameworks.accelerate.async_state import files, folders

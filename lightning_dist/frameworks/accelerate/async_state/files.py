@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.restricted import problem_with
+from lightning_dist.checkpoint.disk.format import CheckpointError
+from lightning_dist.checkpoint.reading import problem_with
 from lightning_dist.frameworks.accelerate import private, residuals
 from lightning_dist.frameworks.accelerate.async_state.scratch import Scratch, base_for
 from lightning_dist.ranks.agreement import Ranks

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
-from lightning_dist.checkpoint.disk.manifest import NAME
-from lightning_dist.checkpoint.disk.scan import checkpoints, is_original
-from lightning_dist.checkpoint.disk.verify import Description, describe, verify
+from lightning_dist.checkpoint.disk.format import NAME, CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.scan import (
+    Description,
+    checkpoints,
+    describe,
+    is_original,
+    verify,
+)
 from lightning_dist.elastic.recovery.groups import is_alone
 from lightning_dist.frameworks.accelerate.attach import kind_of
 from lightning_dist.frameworks.accelerate.private import prepared_models

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import Lock, is_owned, is_settled, own
-from lightning_dist.checkpoint.disk.manifest import NAME
-from lightning_dist.checkpoint.disk.scan import SUFFIX, newest_valid
+from lightning_dist.checkpoint.disk.format import NAME, CheckpointError
+from lightning_dist.checkpoint.disk.scan import SUFFIX, Description, describe, newest_valid, verify
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
-from lightning_dist.checkpoint.disk.verify import Description, describe, verify
 from lightning_dist.checkpoint.saves import cannot_open
 from lightning_dist.frameworks.lightning import rank_zero
 

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_dist.checkpoint.checkpointer import Checkpointer
+from lightning_dist.checkpoint.checkpointer import Checkpointer, Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.frameworks.lightning import rank_zero

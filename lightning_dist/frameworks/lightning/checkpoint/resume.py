@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_dist.checkpoint.disk.errors import CheckpointError, no_checkpoint
+from lightning_dist.checkpoint.disk.format import CheckpointError, no_checkpoint
+from lightning_dist.checkpoint.disk.scan import verify
 from lightning_dist.checkpoint.disk.storage import storage_of
-from lightning_dist.checkpoint.disk.verify import verify
 from lightning_dist.checkpoint.private import loads_by_itself
 from lightning_dist.frameworks.lightning.checkpoint import private
 from lightning_dist.frameworks.lightning.checkpoint.find_last import (

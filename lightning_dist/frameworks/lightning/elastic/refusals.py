@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
-from lightning_dist.checkpoint.restricted import require_loadable
+from lightning_dist.checkpoint.reading import require_loadable
 from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
 from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
 from lightning_dist.frameworks.lightning.elastic import private

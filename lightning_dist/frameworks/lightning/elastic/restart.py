@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from typing_extensions import override
 
+from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.checkpoint.metrics import Metrics
 from lightning_dist.elastic.data.plan import MicroBatch
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.recovery.generations import Ended

@@ -27,7 +27,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
 from lightning_dist.frameworks.lightning.checkpoint.supported import require_supported
 
 

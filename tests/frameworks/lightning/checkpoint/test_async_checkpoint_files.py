@@ -26,8 +26,8 @@ from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
 from lightning_dist.base.versions import installed_version, release
 from lightning_dist.checkpoint import reading
 from lightning_dist.checkpoint.disk import scan
-from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import LOCK, own
+from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.frameworks.lightning.checkpoint import find_last, resume
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from processes import run
 
 from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
-from lightning_dist.checkpoint.disk.errors import CheckpointError, CorruptCheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
 
 
 class Listener(CSVLogger):

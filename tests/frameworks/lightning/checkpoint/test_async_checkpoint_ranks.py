@@ -24,9 +24,9 @@ from torch.distributed import distributed_c10d
 
 from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.checkpoint.disk.errors import CheckpointError
 from lightning_dist.checkpoint.disk.folder_owner import owner_of
-from lightning_dist.checkpoint.disk.verify import describe
+from lightning_dist.checkpoint.disk.format import CheckpointError
+from lightning_dist.checkpoint.disk.scan import describe
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.frameworks.lightning.checkpoint import resume
 

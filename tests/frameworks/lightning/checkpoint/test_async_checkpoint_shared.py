@@ -30,9 +30,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from processes import environment_of, readable
 
 from lightning_dist import AsyncCheckpoint
-from lightning_dist.checkpoint.disk.errors import CheckpointError
+from lightning_dist.checkpoint.disk.format import CheckpointError, Origin
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
-from lightning_dist.checkpoint.disk.manifest import Origin
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.frameworks.lightning.checkpoint import async_checkpoint
 from lightning_dist.frameworks.lightning.checkpoint.bookkeeping import Displaced

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_dist import AsyncCheckpoint
-from lightning_dist.checkpoint.snapshot.copying import LaterCopy
-from lightning_dist.checkpoint.snapshot.fence import Fence
+from lightning_dist.checkpoint.snapshot.snapshot import Fence, LaterCopy
 from lightning_dist.checkpoint.writer_queue import WriterQueue
 
 

@@ -14,8 +14,8 @@ from loop_runs import train
 from scenarios.accelerating import saving
 
 from lightning_dist.checkpoint.disk import scan
-from lightning_dist.checkpoint.disk.errors import CheckpointError
-from lightning_dist.checkpoint.disk.verify import verify
+from lightning_dist.checkpoint.disk.format import CheckpointError
+from lightning_dist.checkpoint.disk.scan import verify
 
 
 def names(folder: Path) -> set[str]:
