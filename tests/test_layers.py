@@ -197,7 +197,7 @@ def test_what_the_writer_process_imports_is_the_standard_library() -> None:
             "lightning_dist.reducer.plan",
         ),
         (
-            "if True:\n from lightning_dist.exchange.wire import views",
+            "if True:\n from lightning_dist.exchange.rounds import views",
             "codecs/x.py",
             "lightning_dist.",
         ),

@@ -244,7 +244,7 @@ PAGES = [
 METRIC = re.compile(r"\b(?:comm|checkpoint|elastic)/[a-z]\w*\b")
 OF_LOGGERS = [
     PACKAGE / "sync" / "report.py",
-    PACKAGE / "checkpoint" / "metrics.py",
+    PACKAGE / "checkpoint" / "checkpointer.py",
     PACKAGE / "elastic" / "history.py",
     PACKAGE / "profiling" / "session" / "live.py",
 ]

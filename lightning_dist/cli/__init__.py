@@ -16,7 +16,7 @@ from lightning_dist.cli import ckpt, profile
 from lightning_dist.cli.bench import bench
 from lightning_dist.cli.codecs import codecs
 from lightning_dist.cli.config import config
-from lightning_dist.cli.doctor.command import doctor
+from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.launch import PASS_ON, USAGE, launch
 
 _PACKAGES = ("lightning", "accelerate", "transformers", "triton", "wandb")

@@ -1,4 +1,4 @@
-"""``lightning-dist profile``: look at where communication time went, compare runs, and predict."""
+"""``lightning-dist profile``: reports, comparisons and predictions of recorded profiles."""
 
 from __future__ import annotations
 
@@ -7,19 +7,187 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from lightning_dist.base.console import print_lines, print_table
+from lightning_dist.base.console import print_lines, print_table, stdout_console
+from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.cli.profile_whatif import run_of, whatif_command
+from lightning_dist.measurement.calibration import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, count, format_value
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import to_json, write_files
-from lightning_dist.profiling.report.terminal import print_summary
-from lightning_dist.profiling.run import read_run
-from lightning_dist.profiling.whatif.costs import read_costs
-from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.profiling.report.tables import predictions_table
+from lightning_dist.profiling.report.terminal import draw_table, print_summary
+from lightning_dist.profiling.run import read_run, run_folder
+from lightning_dist.profiling.whatif.costs import Costs, Status, read_costs, runs_compiled
+from lightning_dist.profiling.whatif.observe import Observed, observe
+from lightning_dist.profiling.whatif.predict import local_scenarios, predict, with_whatif
+from lightning_dist.profiling.whatif.predictions import LABEL, notes, where
+from lightning_dist.profiling.whatif.scenarios import DDP, elsewhere, scenarios_of
+
+
+@reported
+def whatif_command(
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="Folder that CommProfiler has written.")
+    ],
+    link_gbps: Annotated[float | None, typer.Option(help="Rate of a node's link, Gbit/s.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes, all of one size.")] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A codec, or ddp; repeatable. Default: all.",
+            autocompletion=lambda incomplete: [
+                name for name in (DDP, *codec_names("")) if name.startswith(incomplete)
+            ],
+        ),
+    ] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(help="Codec of the parameters, of FSDP2 over all ranks; repeatable."),
+    ] = None,
+    form: Annotated[
+        list[str] | None, typer.Option(help="flat, hierarchical, leader; repeatable.")
+    ] = None,
+    inside_gbps: Annotated[
+        float | None, typer.Option(help="Rate of a rank inside its node, Gbit/s.")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(help="Round trip between nodes, microseconds.")
+    ] = None,
+    local_steps: Annotated[
+        list[int] | None, typer.Option(help="Local steps between two exchanges; repeatable.")
+    ] = None,
+    below: Annotated[
+        float | None,
+        typer.Option(help="Find the fewest local steps with waiting below this, percent."),
+    ] = None,
+    fragments: Annotated[
+        int, typer.Option(min=1, help="Parts exchanged in turn, of local steps.")
+    ] = 1,
+    overlap_steps: Annotated[
+        int, typer.Option(min=0, help="Steps that hide an exchange, of local steps.")
+    ] = 0,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure codecs on this machine now.")
+    ] = False,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(help="Measure with compiled kernels or without. Default: as in the run."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Predict step times with other codecs, links, nodes.
+
+    Simulates the buckets of the profile with the rates that the run itself had and with codec costs
+    as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
+    predicted too: differences within the error of that are not ranked. `change` is against the
+    run's own setting with the same link and nodes. Rates include packet headers, as nominal link
+    rates do.
+
+    \b
+      lightning-dist profile whatif comm_profile/run-0
+      lightning-dist profile whatif comm_profile/run-0 --codec powersgd:rank=8
+      lightning-dist profile whatif comm_profile/run-0 --link-gbps 10 --nodes 8
+    Local updates: for each codec the fewest steps with waiting below 5 %:
+      lightning-dist profile whatif comm_profile/run-0 --link-gbps 0.05 --below 5
+    """
+    folder = run_of(folder)
+    observed = observe(read_run(folder))
+    network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
+    there = elsewhere(observed.scenario, nodes=nodes, **network)
+    if observed.shards is not None:
+        _check_shards(codec or (), parameters or ())
+    chosen = {"codecs": codec or (), "forms": form or (), "parameters": parameters or ()}
+    scenarios = scenarios_of(observed.scenario, there, **chosen)
+    names = [
+        *(codec or [DDP, *CANDIDATES]),
+        *{each.parameters for each in scenarios if each.parameters},
+    ]
+    costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
+    local = local_scenarios(
+        observed,
+        there,
+        costs=costs,
+        codecs=codec or (),
+        form=form[0] if form else None,
+        sync_every=local_steps or (),
+        below=None if below is None else below / 100,
+        fragments=fragments,
+        overlap_steps=overlap_steps,
+    )
+    found = predict(observed, [*scenarios, *local], costs=costs)
+    if as_json:
+        typer.echo(to_json(found.as_dict()))
+        return
+    console, own = stdout_console(), found.baseline
+    predicted = where(found.scenarios[0], link_given=link_gbps is not None)
+    measured = format_value(found.measured_ms, "ms")
+    console.print(Text(f"Measured: {measured} a step ({own.codec}, {where(own)})."))
+    console.print(Text(f"{LABEL}, {predicted}, ms (sent: MB):", style="bold"))
+    table = predictions_table(found)
+    console.print(draw_table(table, table.rows))
+    print_lines(*(f"note: {note}" for note in notes(found)))
+
+
+def run_of(folder: str) -> str:
+    """The run of a folder that a user gives; of several the newest, named on stderr."""
+    run, note = run_folder(folder)
+    if note:
+        typer.echo(f"lightning-dist: {note}", err=True)
+    return str(run)
+
+
+def _check_shards(gradients: Sequence[str], parameters: Sequence[str]) -> None:
+    from lightning_dist.codecs import resolve_codec  # torch takes seconds
+
+    for names, what in ((gradients, "gradients"), (parameters, "parameters")):
+        for name in names:
+            codec = None if name == DDP else resolve_codec(name)
+            suited = codec and (codec.of_shards if what == "gradients" else codec.of_parameters)()
+            if codec is not None and suited is None:
+                raise ValueError(
+                    f"codec {name} does not work for the {what} of a model that is sharded over "
+                    "all ranks; use one such as 'int8'"
+                )
+
+
+def _costs(
+    folder: str, names: Sequence[str], observed: Observed, *, compiled: bool | None, anew: bool
+) -> Mapping[str, CodecCost]:
+    """Costs that the run has kept; others are measured here, on a device of the same kind.
+
+    Raises:
+        ValueError: there is none here, and it was asked for.
+    """
+    import torch
+
+    from lightning_dist.measurement.calibration import calibrate, to_measure
+
+    device = observed.device
+    is_here = device == "cpu" or torch.cuda.is_available()
+    if anew and not is_here:
+        raise ValueError(
+            f"--measure and --compiled need a device like that of the run, {device}, and none is "
+            "available here; leave them out, or run this on such a machine"
+        )
+    read = Costs() if anew else read_costs(folder)
+    if not is_here:
+        left = f"{read.reason}, so all but ddp is n/a"
+        left = "codecs that the run has not measured are n/a" if read.by_name else left
+        typer.echo(f"no {device} here to measure codecs on: {left}", err=True)
+        return read.by_name
+    if read.status is Status.UNREADABLE:
+        typer.echo(f"{read.reason}; measured here instead", err=True)
+    fused = runs_compiled(observed) if compiled is None else compiled
+    wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
+    kept = {  # without kernels that a compiler would make faster
+        name: cost for name, cost in read.by_name.items() if cost.compiled or not fused
+    }
+    return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}
+
 
 app = typer.Typer(no_args_is_help=True, help="Report, compare and predict communication time.")
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Payload
-from lightning_dist.codecs.precision import full_precision
 from lightning_dist.codecs.scaled import ScaledBlocks
-from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, representable
+from lightning_dist.codecs.scales import HEADROOM, SMALLEST_NORMAL, full_precision, representable
 
 
 @dataclass(frozen=True)

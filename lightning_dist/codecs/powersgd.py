@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.codecs.noise import mix
 from lightning_dist.codecs.none import NoCompression
-from lightning_dist.codecs.precision import full_precision
+from lightning_dist.codecs.scales import full_precision
 
 
 @dataclass(frozen=True)

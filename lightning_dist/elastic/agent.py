@@ -11,8 +11,7 @@ from __future__ import annotations
 from torch.distributed import run
 
 from lightning_dist.base.features import AGENT
-from lightning_dist.elastic.launcher.exit_code import exit_code_of_script
-from lightning_dist.elastic.launcher.planned_stops import PlannedStops
+from lightning_dist.elastic.launcher.planned_stops import PlannedStops, exit_code_of_script
 from lightning_dist.elastic.private import replace_agent
 
 

@@ -11,11 +11,10 @@ from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.data.sharding import Deal
-from lightning_dist.elastic.history import RunHistory, cost_line, start_line
-from lightning_dist.elastic.journal import FINISHED
+from lightning_dist.elastic.history import FINISHED, RunHistory, cost_line, start_line
 from lightning_dist.elastic.process.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
-from lightning_dist.elastic.recovery.change import Change
+from lightning_dist.elastic.recovery.protocol import Change
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.ranks.membership import Membership

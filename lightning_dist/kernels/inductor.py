@@ -27,10 +27,9 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.codecs.base import Payload
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.codecs.threshold import Threshold
-from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.exchange.rounds import row_bytes, views
 from lightning_dist.kernels.native import block_passes, sparse_passes
-from lightning_dist.kernels.passes import Pass, Passes, compute_dtype
-from lightning_dist.kernels.sparse import EAGER
+from lightning_dist.kernels.passes import EAGER, Pass, Passes, compute_dtype
 from lightning_dist.kernels.triton import available_on
 
 log = get_logger(__name__)

@@ -1,12 +1,4 @@
-"""The arithmetic between gradient, memory and payload of a block codec.
-
-Plain torch functions over a codec, run eagerly in cache-sized tiles; ``inductor.py`` turns each
-one pass over memory with the same bytes.
-
-Shapes: ``grad`` and every tensor of ``state`` ``(rows, B, block)``; payload planes
-``(rows, B, m)``; ``keys (rows, B, 1)`` int32 for stochastic codecs, else None; ``scale`` 0-d, the
-GradScaler's scale (1 without one). State whose new value is not finite stays as it is.
-"""
+"""Passes over a tensor on a CPU, fused."""
 
 from __future__ import annotations
 
@@ -21,6 +13,7 @@ from torch import Tensor
 from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.codecs.base import BlockCodec, Payload
 from lightning_dist.codecs.memory import Memory, State
+from lightning_dist.codecs.threshold import Threshold
 
 Pass: TypeAlias = Callable[..., Any]
 
@@ -208,3 +201,36 @@ def _cut(tree: Any, blocks: slice) -> Any:
     if isinstance(tree, Tensor):
         return tree[:, blocks] if tree.dim() == 3 else tree
     return None if tree is None else tuple(_cut(part, blocks) for part in tree)
+
+
+MOST_PLACES = 1 << 31
+"""Elements of a bucket whose places fit int32."""
+
+
+def select(
+    codec: Threshold, compensated: Tensor, residual: Tensor | None, scale: Tensor, offset: int
+) -> Payload:
+    """Add the residual in place; places in the bucket, int32, and values of what is large then."""
+    if residual is not None:
+        # Not addcmul_, which rounds once only where the machine can.
+        compensated.add_(residual * scale)
+    where, values = codec.select(compensated, scale)
+    return (where + offset).to(torch.int32), values
+
+
+def keep(compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
+    """The rest of ``compensated`` becomes the residual where it is finite, and it zero."""
+    if residual is not None:
+        left = compensated / scale
+        residual.copy_(torch.where(left.isfinite(), left, residual))
+    compensated.zero_()
+
+
+def scatter(compensated: Tensor, payload: Payload, weight: float) -> None:
+    """Add ``weight`` times the values of ``payload`` at their places, which are distinct."""
+    places, values = payload
+    compensated.index_add_(0, places, values.to(compensated.dtype), alpha=weight)
+
+
+EAGER: Mapping[str, Pass] = {each.__name__: each for each in (select, keep, scatter)}
+"""The passes by name."""

@@ -1,16 +1,21 @@
-"""Encode and decode of one codec without a network, on float32 gradients."""
+"""Times of device work, and a benchmark of one function."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dist.base.accelerator import DeviceEvent, DeviceStream, device_module, has_streams
 from lightning_dist.base.exchanges import EXCHANGES
+from lightning_dist.base.private import hold_stream
 from lightning_dist.codecs.base import Codec
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.ranks import Topology
@@ -21,6 +26,150 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import JoinedUnit
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
+
+_COMPARING = 50_000
+"""Nanoseconds that a comparison of clocks may take of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """The host's monotonic clock was ``at`` nanoseconds when the accelerator came to ``event``."""
+
+    at: int
+    event: DeviceEvent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mark:
+    """Event in a stream, and the newest anchor when it was recorded."""
+
+    event: DeviceEvent
+    anchor: Anchor
+
+
+Timestamp: TypeAlias = int | Mark
+"""Nanoseconds, or an event that will be read as such."""
+
+
+class DeviceClock(Protocol):
+    """A clock of the thread or the stream that does the work."""
+
+    def now(self) -> Timestamp:
+        """Current time; on an accelerator, the time at which the caller's stream gets here."""
+
+    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
+        """True if all have been reached. Does not wait."""
+
+    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
+        """Nanoseconds of the host's monotonic clock, of timestamps that are past.
+
+        Args:
+            since: not after any of them. Results with the same ``since`` are consistent.
+        """
+
+    def compare(self) -> None:
+        """Correct the drift between the clocks, if that takes next to no time."""
+
+
+class HostClock:
+    """Clock of the host.
+
+    Args:
+        clock: in nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.now = clock
+
+    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
+        return True
+
+    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
+        return cast(Sequence[int], timestamps)
+
+    def compare(self) -> None:
+        pass
+
+
+class StreamClock:
+    """Clock of events of an accelerator, which is synchronised only once, here.
+
+    An event takes a stream about a microsecond. Events have a time relative to each other only;
+    their time on the host's clock comes from events in an idle stream, which complete while the
+    host looks.
+
+    Args:
+        device: of the streams.
+        clock: of the host, in nanoseconds.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._device, self._clock = device, clock
+        self._module = device_module(device)
+        self._idle = self.new_stream()
+        self._module.synchronize(device)
+        self._anchor = self._anchored(wait=True)
+
+    def new_stream(self) -> DeviceStream:
+        """An unused stream: torch runs callbacks of futures in those of usual priority."""
+        return self._module.Stream(self._device, priority=-1)
+
+    def on(self, stream: DeviceStream) -> AbstractContextManager[None]:
+        """Context in which ``stream`` is the caller's current stream."""
+        return self._module.stream(stream)
+
+    def hold(self, cycles: int) -> None:
+        """Keep the caller's stream busy for so many cycles, on CUDA only."""
+        hold_stream(self._module, cycles=cycles)
+
+    def now(self) -> Timestamp:
+        return Mark(self._event(self._module.current_stream(self._device)), self._anchor)
+
+    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
+        return all(_has_been(_mark(each).event) for each in timestamps)
+
+    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
+        first = _mark(since)
+        # CUDA tells a float32 of milliseconds: an hour after the anchor its steps are a quarter of
+        # one. So an old anchor says only where all of them are.
+        anchor = first.anchor
+        begin = anchor.at + round(anchor.event.elapsed_time(first.event) * 1e6)
+        return [
+            begin + round(first.event.elapsed_time(_mark(each).event) * 1e6) for each in timestamps
+        ]
+
+    def compare(self) -> None:
+        self._anchor = self._anchored(wait=False)
+
+    def _anchored(self, *, wait: bool) -> Anchor:
+        """Where the accelerator has no time for it at once, the old one stays."""
+        begin = self._clock()
+        event = self._event(self._idle)
+        while not _has_been(event):
+            if not wait and self._clock() - begin > _COMPARING:
+                return self._anchor
+        # It was somewhere in between; a comparison that took long is as wrong as it was long.
+        return Anchor((begin + self._clock()) // 2, event)
+
+    def _event(self, stream: DeviceStream) -> DeviceEvent:
+        event = self._module.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+
+def clock_of(device: torch.device) -> DeviceClock:
+    """A clock for work on ``device``."""
+    return StreamClock(device) if has_streams(device) else HostClock()
+
+
+def _has_been(event: DeviceEvent) -> bool:
+    return event.query()
+
+
+def _mark(timestamp: Timestamp) -> Mark:
+    assert isinstance(timestamp, Mark)
+    return timestamp
+
 
 WIDTH = 1024
 """Rows and columns of the gradients, which are matrices."""

@@ -21,7 +21,7 @@ from lightning_dist.base.private import copy_all
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import Memory, NoMemory, RoundedError, State
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.exchange.rounds import row_bytes, views
 from lightning_dist.kernels.inductor import Variant, fused_passes
 from lightning_dist.kernels.passes import Factors, Kernels
 from lightning_dist.ranks import Topology, traffic

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_dist.base.log import get_logger
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
-from lightning_dist.measurement.expected import first_compressed_step
+from lightning_dist.measurement.exposure import first_compressed_step
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real
 from lightning_dist.reducer.units.by_codec import require_units

@@ -13,7 +13,7 @@ from lightning_utilities.core import rank_zero
 from lightning_dist.base.log import get_logger, prefixed
 from lightning_dist.codecs import NoCompression
 from lightning_dist.codecs.none import Uncompressed
-from lightning_dist.measurement.expected import expected_traffic
+from lightning_dist.measurement.exposure import expected_traffic
 from lightning_dist.ranks.launch import RECOVERY_STORE
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import CommStats

@@ -22,7 +22,7 @@ from lightning_dist.base.private import (
     name_before_compile,
     names_ignored_by_ddp,
 )
-from lightning_dist.measurement.expected import first_compressed_step
+from lightning_dist.measurement.exposure import first_compressed_step
 from lightning_dist.settings.exchange import DDP, FSDP2, LOCAL, LOCAL_SHARDS, ExchangeSettings
 from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.settings.sharded import ShardedSettings

@@ -17,14 +17,18 @@ from processes import run
 
 import lightning_dist
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from lightning_dist.cli.doctor import Finding, command
-from lightning_dist.cli.doctor.command import show, two_ranks
-from lightning_dist.cli.doctor.network import Interface, launcher, network
-from lightning_dist.cli.doctor.node import (
+from lightning_dist.cli import doctor as command
+from lightning_dist.cli.doctor import (
+    Finding,
+    Interface,
     devices,
+    launcher,
     limits,
     machine,
+    network,
     processors,
+    show,
+    two_ranks,
 )
 
 RANK = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -278,7 +282,7 @@ def test_where_ranks_meet() -> None:
 
 IN_NAMESPACE = """
 import json, sys
-from lightning_dist.cli.doctor.network import network
+from lightning_dist.cli.doctor import network
 for one in json.loads(sys.argv[1]):
     print(json.dumps({name: vars(each) for name, each in network(one).items()}))
 """

@@ -172,7 +172,7 @@ from lightning_dist.cli import app
 from lightning_dist.cli.bench import print_report
 from lightning_dist.cli.bench_run import Report
 from lightning_dist.cli.doctor import Finding
-from lightning_dist.cli.doctor.command import show
+from lightning_dist.cli.doctor import show
 from lightning_dist.profiling.links import Measurement
 for words in sys.argv[1:]:
     app(words.split(), standalone_mode=False)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs import Int4
-from lightning_dist.codecs.precision import full_precision
+from lightning_dist.codecs.scales import full_precision
 
 if not hasattr(torch.backends.mkldnn, "matmul"):
     pytest.skip("torch has one setting for all products", allow_module_level=True)

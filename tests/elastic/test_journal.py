@@ -12,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.elastic.data.plan import Layout
-from lightning_dist.elastic.history import RunHistory
-from lightning_dist.elastic.journal import CHANGE, Journal, Progress, Summary, summarize
-from lightning_dist.elastic.recovery.change import Change, Pause, norm_of_lost
-from lightning_dist.elastic.recovery.protocol import Generation
+from lightning_dist.elastic.history import CHANGE, Journal, Progress, RunHistory, Summary, summarize
+from lightning_dist.elastic.recovery.protocol import Change, Generation, Pause, norm_of_lost
 from lightning_dist.ranks.agreement import Ranks
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from worlds import Rank, run_threads
 
 from lightning_dist.codecs.base import Payload, Plane
-from lightning_dist.exchange.rounds import AllGatherV, Section, TwoShot
-from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.exchange.rounds import AllGatherV, Section, TwoShot, row_bytes, views
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.traffic import Sent, broadcasts, ring_all_gather, scatter
 

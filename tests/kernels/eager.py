@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_dist.codecs import BlockCodec, Payload
 from lightning_dist.codecs.memory import ErrorFeedback, NoMemory
 from lightning_dist.codecs.noise import block_keys
-from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.exchange.rounds import row_bytes, views
 from lightning_dist.kernels.passes import Factors, Passes
 from lightning_dist.kernels.triton import Slice
 from lightning_dist.reducer.units.tiles import Grid, Span, Tile, columns_of, tile_of

@@ -11,7 +11,7 @@ from lightning_dist.codecs import noise
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 tl: Any = triton.language
-codecs = pytest.importorskip("lightning_dist.kernels.triton.codecs")
+codecs = pytest.importorskip("lightning_dist.kernels.triton.passes")
 device = pytest.importorskip("lightning_dist.kernels.triton.device")
 
 pytestmark = on_device

@@ -23,14 +23,14 @@ from lightning_dist.codecs import (
     TopK,
 )
 from lightning_dist.codecs.memory import NoMemory
-from lightning_dist.exchange.wire import views
+from lightning_dist.exchange.rounds import views
 from lightning_dist.kernels.passes import Factors, Passes
 from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, kernels_of, packed
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
-registry = pytest.importorskip("lightning_dist.kernels.triton.registry")
-codecs = pytest.importorskip("lightning_dist.kernels.triton.codecs")
+registry = pytest.importorskip("lightning_dist.kernels.triton.device")
+codecs = pytest.importorskip("lightning_dist.kernels.triton.passes")
 quicken_interpreter()
 
 pytestmark = [

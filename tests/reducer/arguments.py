@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs import BlockCodec, Payload
-from lightning_dist.exchange.wire import row_bytes, views
+from lightning_dist.exchange.rounds import row_bytes, views
 
 DEFERRED = ("encode", "decode_and_commit", "reduce", "server_feedback")
 IMMEDIATE = ("encode_and_commit", "decode", "reduce", "server_feedback")

@@ -32,7 +32,7 @@ from lightning_dist.codecs import (
 )
 from lightning_dist.codecs.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from lightning_dist.codecs.scaled import ScaledBlocks
-from lightning_dist.measurement.expected import expected_traffic, first_compressed_step
+from lightning_dist.measurement.exposure import expected_traffic, first_compressed_step
 from lightning_dist.ranks import Topology
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.levels import nodes_of

@@ -16,7 +16,7 @@ from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.elastic.recovery.mirror import ResidualMirror
+from lightning_dist.elastic.recovery.regroup import ResidualMirror
 from lightning_dist.ranks.channel import Channel, WaitLimit
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState

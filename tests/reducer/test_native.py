@@ -20,8 +20,7 @@ from lightning_dist.codecs import DGC, BlockCodec, RandomK, Threshold, TopK
 from lightning_dist.codecs.memory import Memory, NoMemory
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.kernels import inductor, native
-from lightning_dist.kernels.passes import Factors, Pass, Passes
-from lightning_dist.kernels.sparse import EAGER
+from lightning_dist.kernels.passes import EAGER, Factors, Pass, Passes
 
 CPU = torch.device("cpu")
 CODECS: tuple[BlockCodec, ...] = (

@@ -16,7 +16,7 @@ from worlds import Rank, run_threads
 from lightning_dist import local_updates
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Committed
-from lightning_dist.measurement.device_clock import StreamClock, clock_of
+from lightning_dist.measurement.microbenchmark import StreamClock, clock_of
 from lightning_dist.profiling.capture.ddp_hook import watch_allreduce
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder

@@ -40,10 +40,9 @@ from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process
 from lightning_dist.elastic.loop.placement import LoopPlacement
 from lightning_dist.elastic.process.lifecycle import ProcessLifecycle
 from lightning_dist.elastic.recovery import step as recovery
-from lightning_dist.elastic.recovery.generations import Generations
-from lightning_dist.elastic.recovery.groups import GenerationGroups
-from lightning_dist.elastic.recovery.placement import RecoverablePlacement
+from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations
 from lightning_dist.elastic.recovery.protocol import Keys
+from lightning_dist.elastic.recovery.step import RecoverablePlacement
 from lightning_dist.ranks.channel import Channel
 
 SIZE, BATCH, EPOCHS = 60, 4, 3

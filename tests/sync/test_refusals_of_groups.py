@@ -20,7 +20,7 @@ from worlds import Rank, run_threads
 from lightning_dist.base.features import ORDERED_GROUPS, RECOVERY
 from lightning_dist.codecs import CODECS
 from lightning_dist.elastic.private import send_buffers
-from lightning_dist.elastic.recovery.groups import init_alone
+from lightning_dist.elastic.recovery.generations import init_alone
 from lightning_dist.elastic.recovery.regroup import from_rank
 from lightning_dist.ranks.launcher import Claim
 from lightning_dist.settings.exchange import ExchangeSettings

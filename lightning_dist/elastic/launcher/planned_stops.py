@@ -1,19 +1,49 @@
-"""An agent of torch's for which a planned stop is no failure."""
+"""Ends of workers that are no failures, and the exit code of the launcher."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+import subprocess
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.elastic.private import give_back_restart
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART
 
 log = get_logger(__name__)
+
+
+_SIGNALLED = 128
+"""Shells add it to the number of the signal that ended a program."""
+
+
+@contextmanager
+def exit_code_of_script() -> Iterator[None]:
+    """End this program as the rank ended that failed first; what the launcher says is printed.
+
+    Raises:
+        SystemExit: with the exit code of a script that failed, or 128 and the number of the signal
+            that ended it.
+    """
+    try:
+        yield
+    except (ChildFailedError, subprocess.CalledProcessError) as error:
+        traceback.print_exception(error)
+        if isinstance(error, ChildFailedError):
+            # Those that had to stop because of another have failed, too.
+            real = [each for each in error.failures.values() if each.exitcode != EXIT_RESTART]
+            first = min(real or error.failures.values(), key=lambda each: each.timestamp)
+            code = first.exitcode
+        else:
+            code = error.returncode
+        raise SystemExit(code if code > 0 else _SIGNALLED - code) from None
 
 
 class PlannedStops(LocalElasticAgent):

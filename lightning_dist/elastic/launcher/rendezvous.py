@@ -26,9 +26,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
-from lightning_dist.elastic.launcher.store_queue import StoreQueue
-from lightning_dist.elastic.recovery.groups import init_alone
+from lightning_dist.elastic.launcher.store import NoAnswerError, StoreQueue, await_answer
+from lightning_dist.elastic.recovery.generations import init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.settings.run import RecoveryMode, RecoverySettings

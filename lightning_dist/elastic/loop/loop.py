@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dist.elastic.data.plan import MicroBatch
-from lightning_dist.elastic.journal import Summary
+from lightning_dist.elastic.history import Summary
 from lightning_dist.elastic.loop.placement import LoopPlacement
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.session import Session

@@ -15,14 +15,13 @@ from typing_extensions import override
 from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.elastic.data.plan import Position
+from lightning_dist.elastic.data.sampling import keep_workers
 from lightning_dist.elastic.data.sharding import Deal, NotExactError
-from lightning_dist.elastic.data.workers import keep_workers
 from lightning_dist.elastic.loop.objects import Objects
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.recovery.generations import Ended, Generations
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.elastic.recovery.placement import RecoverablePlacement
-from lightning_dist.elastic.recovery.step import StepRecovery
+from lightning_dist.elastic.recovery.step import RecoverablePlacement, StepRecovery
 from lightning_dist.elastic.session import Session
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.ranks.membership import Membership

@@ -28,9 +28,8 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.elastic.launcher.planned_stops import PlannedStops
 from lightning_dist.elastic.private import close_output, store_of_rendezvous
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
-from lightning_dist.elastic.recovery.coordinator import RecoverySettings
+from lightning_dist.elastic.recovery.coordinator import RecoveryHost, RecoveryNode, RecoverySettings
 from lightning_dist.elastic.recovery.forks import ForkServer, runs_python
-from lightning_dist.elastic.recovery.node import RecoveryHost, RecoveryNode
 
 log = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
-from lightning_dist.elastic.launcher.answer import NoAnswerError, await_answer
+from lightning_dist.elastic.launcher.store import NoAnswerError, await_answer
 from lightning_dist.elastic.recovery.coordinator import RecoverySettings
 from lightning_dist.elastic.recovery.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (

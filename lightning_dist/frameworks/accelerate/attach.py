@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from lightning_dist.base.log import get_logger, prefixed
-from lightning_dist.elastic.recovery.groups import is_alone
+from lightning_dist.elastic.recovery.generations import is_alone
 from lightning_dist.frameworks.accelerate.private import ddp_handler, prepared_models
 from lightning_dist.ranks.launcher import promised_ranks
 from lightning_dist.settings import Resolved

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.elastic.recovery.mirror import refuse_recovery
+from lightning_dist.elastic.recovery.regroup import refuse_recovery
 from lightning_dist.frameworks.fabric.base import SyncStrategy
 from lightning_dist.frameworks.lightning.launcher import MembersEnvironment
 from lightning_dist.settings.exchange import ExchangeSettings

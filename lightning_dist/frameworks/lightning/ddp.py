@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_dist.elastic.recovery.mirror import refuse_recovery
+from lightning_dist.elastic.recovery.regroup import refuse_recovery
 from lightning_dist.frameworks.lightning.base import SyncStrategy
 from lightning_dist.frameworks.lightning.checkpoint.session_io import add_state
 from lightning_dist.frameworks.lightning.fit_results import ResultsLauncher

@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
-from lightning_dist.elastic.recovery.generations import Generations
-from lightning_dist.elastic.recovery.groups import init_alone
+from lightning_dist.elastic.recovery.generations import Generations, init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.elastic.recovery.mirror import settings_to_recover
+from lightning_dist.elastic.recovery.regroup import settings_to_recover
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.base import BeforeSetup
 from lightning_dist.frameworks.lightning.ddp import SyncDDPStrategy

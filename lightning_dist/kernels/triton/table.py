@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec
-from lightning_dist.exchange.wire import row_bytes
+from lightning_dist.exchange.rounds import row_bytes
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Gradients that the kernels take. Those in float64 need arithmetic in float64: they stay eager."""

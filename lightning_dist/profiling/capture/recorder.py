@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.base.accelerator import DeviceStream
-from lightning_dist.measurement.device_clock import DeviceClock, HostClock, StreamClock, Timestamp
+from lightning_dist.measurement.microbenchmark import DeviceClock, HostClock, StreamClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, OF_NO_BUCKET
 from lightning_dist.ranks.channel import nothing

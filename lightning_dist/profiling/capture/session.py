@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dist.measurement.device_clock import DeviceClock
+from lightning_dist.measurement.microbenchmark import DeviceClock
 from lightning_dist.profiling.capture.events import (
     EndRecord,
     ErrorRecord,

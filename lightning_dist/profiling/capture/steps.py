@@ -13,7 +13,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from lightning_dist.measurement.device_clock import DeviceClock, Timestamp
+from lightning_dist.measurement.microbenchmark import DeviceClock, Timestamp
 from lightning_dist.profiling.capture.codec_error import Sample
 from lightning_dist.profiling.capture.events import (
     OF_NO_BUCKET,

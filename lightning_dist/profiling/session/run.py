@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.private import set_group_timeout
 from lightning_dist.base.shared_folder import replace_file
-from lightning_dist.elastic.recovery.groups import is_alone
+from lightning_dist.elastic.recovery.generations import is_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.measurement.device_clock import clock_of
+from lightning_dist.measurement.microbenchmark import clock_of
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.ddp_hook import Watching, is_watched, watch_allreduce

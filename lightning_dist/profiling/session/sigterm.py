@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from lightning_dist.elastic.process.preemption import PreemptionListener
+from lightning_dist.elastic.process.lifecycle import PreemptionListener
 
 CODE = 128 + signal.SIGTERM
 """That a shell has for it."""

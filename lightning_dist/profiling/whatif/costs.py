@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from lightning_dist.base.shared_folder import replace_file
-from lightning_dist.measurement.costs import CANDIDATES, CodecCost
+from lightning_dist.measurement.calibration import CANDIDATES, CodecCost
 from lightning_dist.profiling.run import Run
 
 if TYPE_CHECKING:  # torch takes seconds, and reading needs none of it

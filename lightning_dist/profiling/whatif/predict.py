@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, inf
 
-from lightning_dist.measurement.costs import CANDIDATES, CodecCost
+from lightning_dist.measurement.calibration import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.costs import Costs

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from lightning_dist.measurement.costs import CANDIDATES
+from lightning_dist.measurement.calibration import CANDIDATES
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 
 DDP = "ddp"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement.calibration import CodecCost
 from lightning_dist.profiling.analysis.breakdown import Analysed
 from lightning_dist.profiling.analysis.parts import TimelineSpan
 from lightning_dist.profiling.analysis.tables import Array

@@ -19,8 +19,15 @@ from torch import Tensor
 
 from lightning_dist.base.exchanges import EXCHANGES, ExchangeKind
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.exchange.rounds import AllReduce, Exchange, RowExchange, Section, Where
-from lightning_dist.exchange.wire import PayloadMemory, row_bytes
+from lightning_dist.exchange.rounds import (
+    AllReduce,
+    Exchange,
+    PayloadMemory,
+    RowExchange,
+    Section,
+    Where,
+    row_bytes,
+)
 from lightning_dist.kernels.passes import Kernels, compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice

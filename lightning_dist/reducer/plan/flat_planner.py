@@ -9,7 +9,7 @@ import torch
 from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.codecs.memory import Memory
-from lightning_dist.exchange.wire import PayloadMemory
+from lightning_dist.exchange.rounds import PayloadMemory
 from lightning_dist.kernels.inductor import Variant, fused_passes, known_passes
 from lightning_dist.kernels.passes import Factors, Kernels, Pass
 from lightning_dist.kernels.triton import available_on, kernels_of

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from lightning_dist.codecs.base import BlockCodec, Codec
-from lightning_dist.exchange.wire import PayloadMemory
+from lightning_dist.exchange.rounds import PayloadMemory
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.flat_planner import FlatPlanner

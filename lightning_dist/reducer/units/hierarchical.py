@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from lightning_dist.base.private import copy_all
 from lightning_dist.codecs.base import Codec
-from lightning_dist.exchange.rounds import RowExchange, TwoShot
-from lightning_dist.exchange.wire import row_bytes
+from lightning_dist.exchange.rounds import RowExchange, TwoShot, row_bytes
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.kernels.triton.table import Within
 from lightning_dist.ranks.traffic import Sent

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_dist.base.private import copy_all
 from lightning_dist.codecs.base import Plane
 from lightning_dist.codecs.powersgd import PowerSGD, matrix_shape, orthonormal
-from lightning_dist.codecs.precision import full_precision
+from lightning_dist.codecs.scales import full_precision
 from lightning_dist.exchange.rounds import AllReduce
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.ranks.traffic import Sent, ring_allreduce

@@ -12,8 +12,7 @@ from typing_extensions import override
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.rounds import AllGatherV
 from lightning_dist.kernels.inductor import compiled_sparse_passes
-from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.kernels.sparse import EAGER, MOST_PLACES
+from lightning_dist.kernels.passes import EAGER, MOST_PLACES, compute_dtype
 from lightning_dist.reducer.plan.flat_planner import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit

@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from lightning_dist.base.accelerator import is_accelerator, placed
 from lightning_dist.codecs.base import BlockCodec
-from lightning_dist.exchange.rounds import RowExchange
-from lightning_dist.exchange.wire import row_bytes
+from lightning_dist.exchange.rounds import RowExchange, row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable, packed
 from lightning_dist.kernels.triton.table import ALIGNMENTS, Within
 from lightning_dist.ranks.traffic import Sent

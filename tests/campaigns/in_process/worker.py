@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dist.elastic.recovery import step as recovery
-from lightning_dist.elastic.recovery.generations import Generations
-from lightning_dist.elastic.recovery.groups import GenerationGroups
-from lightning_dist.elastic.recovery.placement import RecoverablePlacement
+from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations
+from lightning_dist.elastic.recovery.step import RecoverablePlacement
 from lightning_dist.ranks.channel import Channel, PendingWork
 from tests.campaigns.in_process.drawing import BATCH, RANKS, SIZE, Strike
 

@@ -33,7 +33,7 @@ from lightning_dist.elastic.data.plan import (
     lr_factor,
 )
 from lightning_dist.elastic.data.sampling import Cursor, ElasticBatchSampler, EpochOrder
-from lightning_dist.elastic.data.streams import Shardable, ShardedStream
+from lightning_dist.elastic.data.sharding import Shardable, ShardedStream
 from lightning_dist.settings.run import RunSettings
 
 DATA = range(20)

@@ -172,7 +172,7 @@ BATCHES = OwnBatches(SequentialSampler(range(9)), 3, False)
             DataLoader(Unsized()),
             "Unsized is an iterable dataset that does not define how it is sharded; give it "
             "__len__ and iter_shard(epoch=, start=, step=) "
-            "(lightning_dist.elastic.data.streams.Shardable), or use a map-style dataset",
+            "(lightning_dist.elastic.data.sharding.Shardable), or use a map-style dataset",
         ),
         (
             DataLoader(Numbers(9), batch_size=None),

@@ -15,7 +15,7 @@ from store_hosts import StoreHost
 
 from lightning_dist.elastic.launcher import rendezvous
 from lightning_dist.elastic.launcher.rendezvous import attempt_store, meet
-from lightning_dist.elastic.launcher.store_queue import StoreQueue
+from lightning_dist.elastic.launcher.store import StoreQueue
 from lightning_dist.ranks.launch import Launch
 
 TORCHRUN = {

@@ -15,7 +15,7 @@ from processes import environment_of, kill_tree, run
 from recovering_jobs import STEP, LoopJob, TrainerJob
 from tiers import some_exhaustive
 
-from lightning_dist.elastic.recovery.node import RecoveryNode
+from lightning_dist.elastic.recovery.coordinator import RecoveryNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
 

@@ -11,20 +11,21 @@ import pytest
 from processes import run
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dist.elastic.data.workers import EndsAtSecondSignal, keep_workers
+from lightning_dist.elastic.data.sampling import EndsAtSecondSignal, keep_workers
 from lightning_dist.elastic.process.lifecycle import (
     EXIT_LEAVE,
     EXIT_RESTART,
     EXIT_UNSAVED,
+    PREEMPTED,
+    PreemptionListener,
     ProcessLifecycle,
 )
-from lightning_dist.elastic.process.preemption import PREEMPTED, PreemptionListener
 from lightning_dist.settings.run import RunSettings
 
 SCRIPT = textwrap.dedent("""
     import os, signal, subprocess, sys
     from torch.utils.data import DataLoader
-    from lightning_dist.elastic.data.workers import keep_workers
+    from lightning_dist.elastic.data.sampling import keep_workers
 
     def to_the_group():
         subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"], start_new_session=True)
@@ -72,7 +73,7 @@ def test_they_collect_no_garbage_of_their_parent(quick_python: list[str]) -> Non
         import gc, os
         from signal import SIGTERM
         from torch.utils.data import DataLoader
-        from lightning_dist.elastic.data.workers import keep_workers
+        from lightning_dist.elastic.data.sampling import keep_workers
 
         class Circle:
             def __init__(self):

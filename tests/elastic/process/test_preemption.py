@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_dist.elastic.process.preemption import PreemptionListener
+from lightning_dist.elastic.process.lifecycle import PreemptionListener
 
 LIMIT = 20.0
 

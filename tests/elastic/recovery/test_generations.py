@@ -20,8 +20,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.base.features import RECOVERY
 from lightning_dist.elastic.recovery import member as member_module
-from lightning_dist.elastic.recovery.generations import Generations
-from lightning_dist.elastic.recovery.groups import GenerationGroups, init_alone
+from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations, init_alone
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report, Worker
 from lightning_dist.ranks.agreement import Ranks

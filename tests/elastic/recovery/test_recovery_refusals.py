@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 import lightning_dist
 from lightning_dist import CommProfiler, compress_ddp
-from lightning_dist.elastic.recovery.generations import Generations
-from lightning_dist.elastic.recovery.groups import init_alone, is_alone
+from lightning_dist.elastic.recovery.generations import Generations, init_alone, is_alone
 from lightning_dist.elastic.recovery.regroup import require_recoverable
 from lightning_dist.elastic.recovery.step import StepRecovery
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from planted import Planted
 from planted_gpu import MS, Collective, Gpu
 
-from lightning_dist.measurement.device_clock import StreamClock
+from lightning_dist.measurement.microbenchmark import StreamClock
 from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.intervals import length
 from lightning_dist.profiling.capture.events import StepRecord

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planted import MS, Planted, changed, check_identities, replace, replaced, twice
 
-from lightning_dist.measurement.device_clock import HostClock
+from lightning_dist.measurement.microbenchmark import HostClock
 from lightning_dist.profiling.analysis.breakdown import analyse
 from lightning_dist.profiling.analysis.intervals import (
     Interval,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from planted import Planted, changed, phases_of, replace, replaced
 
-from lightning_dist.measurement.device_clock import HostClock
+from lightning_dist.measurement.microbenchmark import HostClock
 from lightning_dist.profiling.analysis.imbalance import find_phase_skew
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.summarize import summarize

@@ -14,8 +14,7 @@ from summaries import a_summary, a_whatif
 from whatif_runs import DDP
 
 from lightning_dist.measurement import calibration
-from lightning_dist.measurement.calibration import calibrate, to_measure
-from lightning_dist.measurement.costs import CANDIDATES, CodecCost
+from lightning_dist.measurement.calibration import CANDIDATES, CodecCost, calibrate, to_measure
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import write_summary

@@ -4,7 +4,7 @@ from typing import Any
 
 from planted import MS, Planted, replace, replaced
 
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement.calibration import CodecCost
 from lightning_dist.profiling.capture.events import (
     OF_NO_BUCKET,
     BucketTimes,

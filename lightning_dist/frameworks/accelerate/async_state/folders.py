@@ -19,7 +19,7 @@ from lightning_dist.checkpoint.disk.scan import (
     is_original,
     verify,
 )
-from lightning_dist.elastic.recovery.groups import is_alone
+from lightning_dist.elastic.recovery.generations import is_alone
 from lightning_dist.frameworks.accelerate.attach import kind_of
 from lightning_dist.frameworks.accelerate.private import prepared_models
 

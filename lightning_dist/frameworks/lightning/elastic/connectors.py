@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_dist.elastic.data.workers import keep_workers
+from lightning_dist.elastic.data.sampling import keep_workers
 from lightning_dist.elastic.progress import require_same_optimizer
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.elastic import private
@@ -98,7 +98,7 @@ class Preempted(SIGTERMException):
 
 
 class NoticeConnector(private.SignalConnector):
-    """Leaves signals to :class:`~lightning_dist.elastic.process.preemption.PreemptionListener`.
+    """Leaves signals to :class:`~lightning_dist.elastic.process.lifecycle.PreemptionListener`.
 
     Lightning's own handler begins a broadcast from within the handler, on the ranks that got the
     signal, and looks at rank 0's only.

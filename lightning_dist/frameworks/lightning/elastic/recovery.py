@@ -15,9 +15,8 @@ from lightning_dist.base.features import TRAINER_RECOVERY
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import KEY, ElasticState
-from lightning_dist.elastic.recovery.placement import RecoverablePlacement
 from lightning_dist.elastic.recovery.protocol import Generation
-from lightning_dist.elastic.recovery.step import StepRecovery
+from lightning_dist.elastic.recovery.step import RecoverablePlacement, StepRecovery
 from lightning_dist.elastic.session import Session
 from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
 from lightning_dist.frameworks.lightning.checkpoint.private import (

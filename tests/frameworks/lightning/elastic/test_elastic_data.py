@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_dist import ElasticLoop
 from lightning_dist.elastic.data.plan import Position
-from lightning_dist.elastic.data.workers import EndsAtSecondSignal
+from lightning_dist.elastic.data.sampling import EndsAtSecondSignal
 from lightning_dist.frameworks.lightning.elastic.connectors import KeptSource
 from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
 

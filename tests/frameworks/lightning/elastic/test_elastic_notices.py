@@ -167,7 +167,7 @@ from elastic_jobs import KINDS, limit_files_of_writer
 from elastic_runs import FailAt, fit
 from loop_runs import train
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.elastic.process.preemption import PreemptionListener
+from lightning_dist.elastic.process.lifecycle import PreemptionListener
 saving = {"on_error": "warn", "writer": "process", "snapshot": "sync"}
 framework, folder, steps = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 def space_after_a_failure():
