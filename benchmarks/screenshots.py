@@ -25,8 +25,7 @@ from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import read_run, run_folder
-from lightning_dist.profiling.whatif.costs import read_costs
-from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.profiling.whatif.predict import read_costs, with_whatif
 
 FIGURES = REPOSITORY / "docs" / "figures"
 LINK_MBIT = 200.0

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         LocalUpdateModelParallelStrategy,
     )
     from lightning_dist.frameworks.lightning.strategy import CompressedDDPStrategy
-    from lightning_dist.profiling.metrics import CompressionError, ExchangedVolume
+    from lightning_dist.profiling.run import CompressionError, ExchangedVolume
     from lightning_dist.sync.ddp import compress_ddp
     from lightning_dist.sync.fsdp.attach import compress_fsdp
     from lightning_dist.sync.local.updates import local_updates
@@ -136,14 +136,13 @@ def __getattr__(name: str) -> Any:
 
 
 def _register(lightning: object) -> None:
-    from lightning_dist.frameworks.strategies.registration import register_all
+    from lightning_dist.frameworks.registration import register_all
 
     register_all()
 
 
 def _refuse(package: Any) -> None:
-    from lightning_dist.frameworks.strategies.names import NAMES, SHARDED
-    from lightning_dist.frameworks.strategies.other_package import refuse_names
+    from lightning_dist.frameworks.registration import NAMES, SHARDED, refuse_names
 
     refuse_names(package.__name__, (*NAMES, SHARDED))
 

@@ -8,15 +8,15 @@ from lightning_dist.frameworks.accelerate.async_state.checkpointer import (
     AsyncStateCheckpointer as AsyncStateCheckpointer,
 )
 from lightning_dist.frameworks.accelerate.compression import Compression as Compression
-from lightning_dist.frameworks.accelerate.fsdp import (
-    CompressedFSDPPlugin as CompressedFSDPPlugin,
-)
 from lightning_dist.frameworks.accelerate.local_updates import (
     LocalUpdatesPlugin as LocalUpdatesPlugin,
 )
 from lightning_dist.frameworks.accelerate.local_updates import local_updates as local_updates
-from lightning_dist.frameworks.accelerate.plugin import (
+from lightning_dist.frameworks.accelerate.plugins import (
     CompressedDDPPlugin as CompressedDDPPlugin,
+)
+from lightning_dist.frameworks.accelerate.plugins import (
+    CompressedFSDPPlugin as CompressedFSDPPlugin,
 )
 
 __all__ = [

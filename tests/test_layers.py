@@ -44,7 +44,7 @@ NO_TORCH = (
     *(f"base/{each}.py" for each in ("after_import", "console", "features", "log", "optional")),
     "base/shared_folder.py",
     "base/exchanges.py",
-    *(f"settings/{each}.py" for each in ("files", "options", "resolve")),
+    *(f"settings/{each}.py" for each in ("options", "resolve")),
 )
 NO_COLLECTIVES = ("base/accelerator.py", "base/versions.py", "codecs/", "kernels/")
 
@@ -271,7 +271,7 @@ def test_triton_is_imported_where_a_kernel_is_asked_for(torch_python: list[str])
 
 def test_nobody_else_is_loaded_for_lightning(torch_python: list[str]) -> None:
     loaded = loaded_after("import lightning, lightning_dist", torch_python)
-    assert "lightning_dist.frameworks.strategies.registration" in loaded
+    assert "lightning_dist.frameworks.registration" in loaded
     assert not loaded & {"accelerate", "wandb", "lightning_dist.checkpoint"}
 
 

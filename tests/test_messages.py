@@ -243,7 +243,7 @@ PAGES = [
 ]
 METRIC = re.compile(r"\b(?:comm|checkpoint|elastic)/[a-z]\w*\b")
 OF_LOGGERS = [
-    PACKAGE / "sync" / "report.py",
+    PACKAGE / "sync" / "arguments.py",
     PACKAGE / "checkpoint" / "checkpointer.py",
     PACKAGE / "elastic" / "history.py",
     PACKAGE / "profiling" / "session" / "live.py",

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint.ways import ROWS, Training, copy
 from benchmarks.harness.launch import REPOSITORY
 from lightning_dist.checkpoint.checkpointer import Checkpointer
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 _INTERVAL_S = 0.005
 _SAVES = 2

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.jobs import Failed
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 _BATCH = 64
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp
 from lightning_dist.profiling.capture.session import SessionSettings
-from lightning_dist.profiling.clocks import read_offset
+from lightning_dist.profiling.links import read_offset
 from lightning_dist.profiling.session.run import ProfileRun
 from lightning_dist.reducer.units.block import BlockUnit
 

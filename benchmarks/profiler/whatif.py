@@ -75,15 +75,22 @@ from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_FSDP, WHATIF_SCALING
 from benchmarks.step_time.tables import LOCAL_STEPS
-from lightning_dist.measurement.calibration import CodecCost, calibrate
+from lightning_dist.measurement.calibration import calibrate
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import SessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.session.models import as_ddp
 from lightning_dist.profiling.session.run import ProfileRun
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
-from lightning_dist.profiling.whatif.predictions import LABEL, Prediction
-from lightning_dist.profiling.whatif.scenarios import ALL_RANKS, DDP, FLAT, elsewhere
+from lightning_dist.profiling.whatif.scenarios import (
+    ALL_RANKS,
+    DDP,
+    FLAT,
+    LABEL,
+    Prediction,
+    elsewhere,
+)
 from lightning_dist.sync.networks import new_groups
 
 CODEC_ROWS = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")

@@ -15,7 +15,7 @@ from benchmarks.convergence.tasks import DEMO_GPT, Task, make_task
 from benchmarks.harness.rows import COMPUTE_ROW, Row, digest_of, rotated, tx_bytes_of
 from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import shape
-from lightning_dist.reducer.observer import Observer
+from lightning_dist.reducer.stats import Observer
 from lightning_dist.reducer.units.base import CodecGroup
 
 LEARNING_RATE = 1e-3

@@ -30,8 +30,8 @@ from lightning_dist.checkpoint.snapshot.plan import Pickled, pickled, plan, shap
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.checkpoint.writer_queue import WriterQueue
 from lightning_dist.ranks.agreement import Ranks
-from lightning_dist.ranks.spread import Spread
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.ranks.facts import Spread
+from lightning_dist.settings.run import CheckpointSettings
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Checkpointer:
     events, each once.
 
     Args:
-        settings: see :class:`~lightning_dist.settings.saving.CheckpointSettings`.
+        settings: see :class:`~lightning_dist.settings.run.CheckpointSettings`.
         group: a group on CPU of the ranks that write one checkpoint together; None: this rank
             writes alone.
         ranks: world size of the job, for the record.

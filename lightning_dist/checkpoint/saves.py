@@ -18,7 +18,7 @@ from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.ranks.agreement import Facts, Ranks
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 _PATIENCE_WITH_LEADER = 60.0
 """Seconds for the leader before this one to end: one that is cut off learns late that it is out."""

@@ -25,7 +25,7 @@ from lightning_dist.checkpoint.disk.jobs import (
     content_nbytes,
 )
 from lightning_dist.checkpoint.writers import AnyWriter, SnapshotMemory, WriterProcess, WriterThread
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 FileOperation = Link | Remove | Keep
 

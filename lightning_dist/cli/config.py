@@ -17,12 +17,10 @@ from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import reported
 from lightning_dist.settings import CONFIG, OPTIONS, Resolved, read, resolve, write
 from lightning_dist.settings.declared import settings_of
-from lightning_dist.settings.exchange import ExchangeSettings, is_by_level
-from lightning_dist.settings.files import accelerate_default, check, parse, sidecar_of
+from lightning_dist.settings.exchange import ExchangeSettings, ShardedSettings, is_by_level
 from lightning_dist.settings.local_updates import METHODS, LocalUpdateSettings, default_codec
 from lightning_dist.settings.options import require_fit
-from lightning_dist.settings.resolve import CODE
-from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.settings.resolve import CODE, accelerate_default, check, parse, sidecar_of
 
 _WORDS = ("true", "false", "auto", "leader", "immediate", "deferred", "null", *METHODS)
 """Values that shells complete, of the settings that take them."""

@@ -11,8 +11,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from lightning_dist.settings.files import put
 from lightning_dist.settings.options import unknown
+from lightning_dist.settings.resolve import put
 
 
 def require_accelerate() -> None:

@@ -16,7 +16,7 @@ import typer
 from lightning_dist.cli import launch_accelerate, launch_plan
 from lightning_dist.cli.errors import reported
 from lightning_dist.cli.launch_plan import Plan, is_missing
-from lightning_dist.settings.files import accelerate_default, sidecar_of
+from lightning_dist.settings.resolve import accelerate_default, sidecar_of
 
 USAGE = "[OPTIONS] script.py [ARGUMENTS]"
 PASS_ON = {

@@ -10,7 +10,7 @@ from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.config import require_possible
 from lightning_dist.cli.launch_plan import Plan, cut, parsed, require_script
 from lightning_dist.settings import CONFIG, resolve
-from lightning_dist.settings.files import sidecar_of
+from lightning_dist.settings.resolve import sidecar_of
 
 ON_CPU = "ACCELERATE_USE_CPU"
 _NO_HOOK = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")

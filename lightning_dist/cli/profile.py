@@ -12,7 +12,7 @@ from rich.text import Text
 from lightning_dist.base.console import print_lines, print_table, stdout_console
 from lightning_dist.cli.codecs import codec_names
 from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.measurement.calibration import CANDIDATES, CodecCost
+from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, count, format_value
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
@@ -21,11 +21,24 @@ from lightning_dist.profiling.report.files import to_json, write_files
 from lightning_dist.profiling.report.tables import predictions_table
 from lightning_dist.profiling.report.terminal import draw_table, print_summary
 from lightning_dist.profiling.run import read_run, run_folder
-from lightning_dist.profiling.whatif.costs import Costs, Status, read_costs, runs_compiled
 from lightning_dist.profiling.whatif.observe import Observed, observe
-from lightning_dist.profiling.whatif.predict import local_scenarios, predict, with_whatif
-from lightning_dist.profiling.whatif.predictions import LABEL, notes, where
-from lightning_dist.profiling.whatif.scenarios import DDP, elsewhere, scenarios_of
+from lightning_dist.profiling.whatif.predict import (
+    Costs,
+    Status,
+    local_scenarios,
+    predict,
+    read_costs,
+    runs_compiled,
+    with_whatif,
+)
+from lightning_dist.profiling.whatif.scenarios import (
+    DDP,
+    LABEL,
+    elsewhere,
+    notes,
+    scenarios_of,
+    where,
+)
 
 
 @reported

@@ -12,8 +12,8 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, saved_by
 from lightning_dist.checkpoint.disk.storage import storage_of
 from lightning_dist.checkpoint.saves import Saves
-from lightning_dist.ranks.membership import Membership
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.ranks.agreement import Membership
+from lightning_dist.settings.run import CheckpointSettings
 
 _PATIENCE = 5.0
 """Seconds that a failed process waits for its checkpoints: the next one waits for their writer."""

@@ -16,8 +16,8 @@ from lightning_dist.elastic.process.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.protocol import Change
 from lightning_dist.elastic.retention import Retention
+from lightning_dist.ranks.agreement import Membership
 from lightning_dist.ranks.launch import Launch
-from lightning_dist.ranks.membership import Membership
 from lightning_dist.settings.run import RunSettings
 
 _TO_EXIT = 10.0

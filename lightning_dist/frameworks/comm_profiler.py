@@ -30,12 +30,16 @@ from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
 from lightning_dist.profiling.capture.events import FINISHED, ErrorRecord
-from lightning_dist.profiling.capture.session import SessionSettings
-from lightning_dist.profiling.capture.torch_tools import require_traceable
-from lightning_dist.profiling.session.live import LiveProfile, metrics_of
+from lightning_dist.profiling.capture.session import SessionSettings, require_traceable
+from lightning_dist.profiling.session.live import (
+    CODE,
+    LiveProfile,
+    Sigterm,
+    metrics_of,
+    sigterm_raises,
+)
 from lightning_dist.profiling.session.models import LocalModel, as_ddp
 from lightning_dist.profiling.session.run import ProfileRun
-from lightning_dist.profiling.session.sigterm import CODE, Sigterm, sigterm_raises
 from lightning_dist.sync.arguments import refuse_pytorch_lightning
 
 _NO_WANDB = (

@@ -1,11 +1,10 @@
-"""Costs of codecs and links on this machine."""
+"""Costs of codecs on this machine, measured without a network."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -15,6 +14,7 @@ from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.base import Codec
+from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.microbenchmark import (
     WIDTH,
     DeviceClock,
@@ -23,46 +23,6 @@ from lightning_dist.measurement.microbenchmark import (
     StreamClock,
     clock_of,
 )
-
-CANDIDATES = ("none", "fp16", "int8", "int4", "sign", "topk", "powersgd")
-"""Default codecs of predictions."""
-
-
-@dataclass(frozen=True)
-class CodecCost:
-    """Cost of a codec per element of the gradient; times are seconds of one thread.
-
-    Args:
-        name: as in ``codec="..."``.
-        exchange: see ``Codec.exchange``.
-        wire: bytes of the payload.
-            encode: from gradient and state to payload.
-        decode: of each payload.
-        store: of the gradient and the state, once.
-        source: of the times.
-        assumption: on which the bytes depend; empty: none.
-        compiled: whether the measured kernels were compiled.
-    """
-
-    name: str
-    exchange: str
-    wire: float
-    encode: float
-    decode: float
-    store: float
-    source: str = ""
-    assumption: str = ""
-    compiled: bool = False
-
-    def __post_init__(self) -> None:
-        known = self.exchange in EXCHANGES
-        if not known or self.wire <= 0 or min(self.encode, self.decode, self.store) < 0:
-            raise ValueError(f"costs must be those of a codec, got {self}")
-
-    def decoding(self, payloads: int) -> float:
-        """Seconds from so many payloads to their mean."""
-        return self.store + payloads * self.decode
-
 
 _UNITS = 12
 _UNITS_OF_ACCELERATORS = 32

@@ -20,7 +20,6 @@ from lightning_dist.codecs.base import Codec, Shape
 from lightning_dist.measurement.microbenchmark import Timestamp, clock_of
 from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import Observer
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import (
     ParameterSlice,
@@ -30,6 +29,7 @@ from lightning_dist.reducer.plan.slices import (
     slices_of,
 )
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.stats import Observer
 from lightning_dist.reducer.units.base import CodecGroup
 from lightning_dist.settings.exchange import ExchangeSettings
 

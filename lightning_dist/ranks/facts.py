@@ -1,16 +1,18 @@
-"""Every rank learns every rank's settings at start-up: a mismatch is an error and not a hang."""
+"""Facts of all ranks, and tensors of which each rank has parts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dist.ranks.channel import Channel, WaitLimit
-from lightning_dist.ranks.nodes import ranks_by
+from lightning_dist.ranks.levels import ranks_by
 
 Facts = Mapping[str, Any]
 
@@ -73,3 +75,99 @@ def differences(facts: Sequence[Facts]) -> list[str]:
             )
             lines.append(f"  {key}: {values_of_ranks}")
     return lines
+
+
+_BATCH = 1 << 22
+"""Bytes of tensors that are gathered together; a larger one is gathered alone."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A tensor of which each rank has parts.
+
+    Args:
+        whole: stands for the tensor in a state, on all ranks: its shape and dtype. Its memory is
+            not filled, and never read before :func:`gather`.
+        own: contiguous parts that this rank has, with the element of ``whole`` at which each
+            starts; those of different ranks do not overlap. What no rank has is zero.
+        complete: whether it is an error that no rank has an element.
+    """
+
+    whole: Tensor
+    own: tuple[tuple[int, Tensor], ...]
+    complete: bool = False
+
+    def runs(self) -> list[tuple[int, Tensor]]:
+        """The parts with the byte at which they start, in order."""
+        size = self.whole.element_size()
+        return [(start * size, part) for start, part in sorted(self.own, key=lambda own: own[0])]
+
+
+Read: TypeAlias = Callable[[Tensor, int, int], Tensor]
+"""``read(whole, start, numel)`` gives these elements, flat; of a tensor in a file only these."""
+
+
+def run_of(whole: Tensor, start: int, numel: int) -> Tensor:
+    """Elements of a tensor in memory, flat: a :data:`Read`."""
+    return whole.reshape(-1)[start : start + numel]
+
+
+def read_whole(tensor: Tensor, read: Read = run_of) -> Tensor:
+    """A tensor that may be in a file, where it is on ``"meta"``."""
+    return read(tensor, 0, tensor.numel()).view(tensor.shape) if tensor.is_meta else tensor
+
+
+def gather(
+    spreads: Sequence[Spread], channel: Channel, *, device: torch.device, to: int = 0
+) -> None:
+    """Fill ``whole`` of each, on rank ``to`` of the channel's group. Collective.
+
+    Some MB, or one tensor, at a time, over ``device``. In each turn all ranks send as many bytes as
+    the one that has most, so it is for tensors of which all have about as much.
+
+    Args:
+        spreads: of the same tensors in the same order on all ranks; ``whole`` may be on ``"meta"``
+            on the others.
+    """
+    runs = [each.runs() for each in spreads]
+    own = [[[start, part.nbytes] for start, part in of_one] for of_one in runs]
+    facts = all_facts({"runs": own}, group=channel.group, device=device, limit=channel.limit)
+    of_ranks = [fact["runs"] for fact in facts]
+    for batch in _batches(spreads):
+        sizes = [sum(numel for i in batch for _, numel in places[i]) for places in of_ranks]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+        at = 0
+        for _, part in (run for i in batch for run in runs[i]):
+            mine[at : at + part.nbytes].copy_(_bytes(part))
+            at += part.nbytes
+        if channel.group.rank() != to:
+            channel.gather(None, mine, to=to).wait()
+            continue
+        received = [torch.empty_like(mine) for _ in of_ranks]
+        channel.gather(received, mine, to=to).wait()
+        wholes = [_bytes(spreads[i].whole).zero_() for i in batch]
+        for places, sent in zip(of_ranks, received, strict=True):
+            at = 0
+            for whole, i in zip(wholes, batch, strict=True):
+                for start, size in places[i]:
+                    whole[start : start + size] = sent[at : at + size]
+                    at += size
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, flat, in its memory."""
+    assert tensor.is_contiguous()
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _batches(spreads: Sequence[Spread]) -> Iterator[list[int]]:
+    """Indices of tensors that are gathered together: by their sizes, which all ranks know."""
+    batch, size = list[int](), 0
+    for index, each in enumerate(spreads):
+        if batch and size + each.whole.nbytes > _BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(index)
+        size += each.whole.nbytes
+    if batch:
+        yield batch

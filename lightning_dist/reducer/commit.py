@@ -1,13 +1,4 @@
-"""Commit of state: agreement of all ranks, and steps that are not applied.
-
-Under the immediate commit units write their state while they encode. Under the deferred one the
-ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
-it is decoded; else none of it is.
-
-The all-reduce in which they agree is also the vote of a training with recovery: a rank takes part
-once it has all payloads, so a rank that has the answer knows that every other rank can commit the
-step by itself.
-"""
+"""Commit of a step: when residuals are written, means applied, and ranks agree."""
 
 from __future__ import annotations
 
@@ -18,12 +9,159 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dist.base.accelerator import placed
+from lightning_dist.base.accelerator import is_accelerator, placed
+from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.ranks.facts import all_facts, differences
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState, StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
+
+
+class Adjustment(Protocol):
+    """Changes the local gradients of ``slices`` in the flat ``bucket``, which carries ``scale``.
+
+    While it is not ``active`` nothing is changed and nothing is compressed.
+    """
+
+    @property
+    def active(self) -> bool: ...
+
+    def __call__(self, slices: Sequence[ParameterSlice], bucket: Tensor, scale: Tensor) -> None: ...
+
+
+def clip_group(group: CodecGroup, bucket: Tensor, scale: Tensor, *, world_size: int) -> None:
+    """DGC's local clipping: every tensor to a norm of ``clip / sqrt(W)``.
+
+    So that the sum of the ranks' gradients has the norm ``clip`` if they are independent. Per
+    tensor, since a bucket knows nothing of the others; a norm that is not finite stays so.
+    """
+    clip = group.codec.local_clip
+    if not clip:
+        return
+    for part in group.slices:
+        gradient = part.of(bucket)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)  # no square overflows
+        most = scale * (clip * world_size**-0.5)
+        gradient.mul_((most / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0))
+
+
+def add_residuals(
+    group: CodecGroup,
+    bucket: Tensor,
+    state: ReducerState,
+    network: Network,
+    scale: Tensor,
+    *,
+    sharded: bool,
+) -> None:
+    """Add residuals that the codec of ``group`` does not keep to the gradients, which carry
+    ``scale``: they travel with this step, and are freed when it is committed.
+
+    A gradient is averaged over ranks, a residual over rows of ranks. Momentum that the codec still
+    applies multiplies what was a sum of momenta already.
+
+    Args:
+        sharded: every rank has shards of its own in ``bucket``, and the residuals of those.
+    """
+    group.residuals_sent = {p.name for p in group.slices if ("residual", p.name) in state.held}
+    dtype, device = compute_dtype(bucket.dtype), bucket.device
+    for part in [part for part in group.slices if part.name in group.residuals_sent]:
+        has_momentum = ("momentum", part.name) in state.held
+        momentum = group.codec.momentum_correction if has_momentum else 0.0
+        weight = network.world_size / network.rows.count * (1 - momentum)
+        for start, kept in (
+            [(0, state.per_rank("residual", part, dtype=dtype, device=device))]
+            if sharded
+            else state.held["residual", part.name].of_row(first=network.rows.first)
+        ):
+            gradient = part.of(bucket)[start : start + len(kept)]
+            gradient.copy_(torch.add(gradient, kept.to(device) * scale, alpha=weight))
+
+
+_PIECE = 1 << 18  # elements that change places at once: a CPU allocates no second bucket for it
+
+
+class DelayedMeans:
+    """Memory in which gradients travel while the means of the step before are applied.
+
+    Local gradients and the last means change places, so that one copy of the gradients is enough.
+    Means are known by parameter: DDP rebuilds its buckets after the first backward pass.
+
+    Args:
+        first_step: the first one that gets means of another one; None: no step does.
+    """
+
+    def __init__(self, first_step: int | None) -> None:
+        self._first_step = first_step
+        self._memory: dict[int, tuple[Sequence[ParameterSlice], Tensor]] = {}
+        self._means: dict[str, Tensor] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether any step gets means of another one."""
+        return self._first_step is not None
+
+    def swap(self, handle: Handle, *, step: int) -> Handle:
+        """Handle to start instead of ``handle``: itself where means are not delayed.
+
+        Else ``handle`` is done with the means of the step before, zeros in the first step, and the
+        new one has the local gradients. Everything that was started before must have landed.
+        """
+        if self._first_step is None or step < self._first_step:
+            return handle
+        given, slices = handle.given, tuple(handle.slices)
+        known = self._memory.get(handle.key)
+        if known is not None and known[0] == slices and known[1].dtype == given.dtype:
+            memory = known[1]
+            piece = max(len(given), 1) if is_accelerator(given.device) else _PIECE
+            halves = torch.split(given, piece), torch.split(memory, piece)
+            for mine, last in zip(*halves, strict=True):
+                local = mine.clone()
+                mine.copy_(last)
+                last.copy_(local)
+        else:
+            memory = given.clone()
+            for part in slices:
+                mean = self._means.get(part.name)
+                part.of(given).zero_() if mean is None else part.of(given).copy_(mean)
+                self._means[part.name] = part.of(memory)
+            # DDP has rebuilt its buckets: free those that parameters have left.
+            moved = {part.name for part in slices}
+            self._memory = {
+                key: known
+                for key, known in self._memory.items()
+                if moved.isdisjoint(part.name for part in known[0])
+            }
+            self._memory[handle.key] = slices, memory
+        handle.done.set_result(given)
+        return Handle(handle.key, memory, handle.slices, handle.absent)
+
+    def state(self) -> dict[str, Tensor]:
+        """The means that wait to be applied, ``{parameter name: (1, numel)}`` on the CPU."""
+        return {name: mean.detach().cpu().clone()[None] for name, mean in self._means.items()}
+
+    def load(self, means: Mapping[str, Tensor], *, numel: Mapping[str, int]) -> None:
+        """Take over :meth:`state`, for the parameters that ``numel`` has, with their sizes."""
+        self.clear()
+        for name, mean in means.items() if self.active else ():
+            if numel.get(name) == mean.shape[1]:
+                self._means[name] = mean[0].clone()
+
+    def clear(self) -> None:
+        """Forget all means: the next step begins with zeros."""
+        self._memory, self._means = {}, {}
+
+    def to(self, device: torch.device) -> None:
+        """Move the means, for instance off an accelerator after a fit."""
+        self._memory = {}
+        self._means = {name: mean.to(device, copy=True) for name, mean in self._means.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(memory.nbytes for _, memory in self._memory.values())
 
 
 class DriftError(RuntimeError):

@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 
 from lightning_dist.ranks.traffic import Sent
-from lightning_dist.reducer.adjust import Adjustment, add_residuals, clip_group
 from lightning_dist.reducer.commit import (
+    Adjustment,
     Answer,
+    DelayedMeans,
     DriftError,
     Recovery,
+    add_residuals,
     agree,
+    clip_group,
     decode,
     require_equal_hyperparameters,
     sum_of_bits,
 )
-from lightning_dist.reducer.delayed import DelayedMeans
-from lightning_dist.reducer.executor import Executor
-from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import Observer, show_encoding, working
+from lightning_dist.reducer.network import Executor, Network
 from lightning_dist.reducer.plan.plans import Handle, Plans
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.stats import CommStats
+from lightning_dist.reducer.stats import CommStats, Observer, show_encoding, working
 from lightning_dist.reducer.units.base import CodecGroup, decode_all, staggered
 from lightning_dist.settings.exchange import ExchangeSettings
 

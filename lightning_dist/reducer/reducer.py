@@ -17,11 +17,9 @@ from torch import Tensor
 from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.log import get_logger
 from lightning_dist.ranks import Topology
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.facts import Spread
 from lightning_dist.reducer.commit import Answer, Recovery
-from lightning_dist.reducer.executor import Executor, executor_for
-from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import Observer
+from lightning_dist.reducer.network import Executor, Network, executor_for
 from lightning_dist.reducer.pipeline import Pipeline
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.plans import Plans, future_on
@@ -32,9 +30,13 @@ from lightning_dist.reducer.plan.slices import (
     require_strides,
     strides_in_bucket,
 )
-from lightning_dist.reducer.saved import require_mapping, require_names, require_one_state
-from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.stats import run_config
+from lightning_dist.reducer.state import (
+    ReducerState,
+    require_mapping,
+    require_names,
+    require_one_state,
+)
+from lightning_dist.reducer.stats import Observer, run_config
 from lightning_dist.settings.exchange import ExchangeSettings
 
 log = get_logger(__name__)

@@ -1,19 +1,138 @@
-"""State of a reducer between steps, by parameter, for any bucket layout and world size."""
+"""State of a reducer between steps, and in checkpoints."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_dist.base.private import tensors_in
 from lightning_dist.codecs.base import Codec
-from lightning_dist.ranks.facts import Facts, all_facts
-from lightning_dist.ranks.spread import Spread, gather
+from lightning_dist.exchange.replicate import bits_digest
+from lightning_dist.ranks.facts import Facts, Spread, all_facts, differences, gather
 from lightning_dist.reducer.network import Network, Rows
-from lightning_dist.reducer.parts import Held
 from lightning_dist.reducer.plan.slices import ParameterSlice
+
+
+@dataclass
+class Held:
+    """State of one kind for a parameter, flat and unscaled.
+
+    A rank holds all of it, or the ``parts`` that it is responsible for on its node, by where they
+    start. What was ``loaded`` waits until it is asked for part by part: all of it, the same on the
+    ranks of a node, or if there is a ``start`` what this rank alone is responsible for.
+    """
+
+    numel: int  # of the parameter
+    dtype: torch.dtype
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    loaded: Tensor | None = None
+    start: int | None = None
+
+    @classmethod
+    def from_row(cls, row: Tensor) -> Held:
+        return cls(row.numel(), row.dtype, loaded=row)
+
+    @property
+    def dtype_of_row(self) -> torch.dtype:
+        return self.dtype if self.loaded is None else self.loaded.dtype
+
+    def in_order(self) -> list[tuple[int, Tensor]]:
+        """Parts that this rank works with, in the order of the parameter."""
+        return sorted(self.parts.items())
+
+    def flat(self) -> Tensor:
+        """All that this rank holds: itself if it is one part, else a copy."""
+        parts = [part for _, part in self.in_order()]
+        if not parts:
+            return torch.empty(0) if self.loaded is None else self.loaded
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def of_row(self, *, first: bool) -> list[tuple[int, Tensor]]:
+        """``(start, part)`` of what this rank contributes to its row; ranks do not overlap.
+
+        Args:
+            first: whether it is the first of its row: what was loaded is the same on all of them.
+        """
+        if self.loaded is None:
+            return self.in_order()
+        if self.start is not None:
+            return [(self.start, self.loaded)] if self.loaded.numel() else []
+        return [(0, self.loaded)] if first else []
+
+    def row(self, *, first: bool) -> Tensor:
+        """The same as a whole row, zeros where other ranks of the row hold it."""
+        parts = self.of_row(first=first)
+        if len(parts) == 1 and parts[0][1].numel() == self.numel:
+            return parts[0][1]
+        row = torch.zeros(self.numel, dtype=self.dtype_of_row)
+        for start, part in parts:
+            row[start : start + len(part)] = part
+        return row
+
+
+_NAMED = ("residuals", "momenta", "factors", "delayed")
+
+
+def require_mapping(state: object) -> None:
+    """Raise ValueError unless it is what ``state_dict`` has returned."""
+    if state is not None and not isinstance(state, Mapping):
+        raise ValueError(
+            "load_state_dict takes the dictionary that state_dict() has returned, or None, got "
+            f"{state!r:.80}; read a file with torch.load(path, weights_only=True)"
+        )
+
+
+def require_one_state(
+    state: Mapping[str, Any] | None, network: Network, *, prefix: str, sharded: bool
+) -> None:
+    """Raise ValueError if ranks were given different states, or some none. Collective.
+
+    Args:
+        prefix: of the keys of ``state``.
+        sharded: each rank was given its part of the factors.
+    """
+    own = "none"
+    if state is not None:
+        equal = () if sharded else ("factors", "delayed")
+        tensors = tensors_in([state.get(prefix + key, {}) for key in equal])
+        content = [*_names(state, prefix)], [*map(bits_digest, tensors)]
+        digest = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+        own = f"one of step {state.get(prefix + 'step')} ({digest})"
+    group, limit = network.data.group, network.limit
+    facts = all_facts({"state": own}, group=group, device=network.device, limit=limit)
+    if lines := differences(facts):
+        raise ValueError(
+            f"load_state_dict must be given the same on all ranks, got\n{lines[0]}\n"
+            "state_dict() returns it on rank 0 alone: save it there and load the file on all ranks"
+        )
+
+
+def require_names(state: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise ValueError if ``state`` has parameters that are not among ``names``."""
+    foreign = sorted({name for name, _ in _names(state, "")}.difference(names))
+    if foreign:
+        raise ValueError(
+            f"The state must be of this model, and has {', '.join(map(repr, foreign[:3]))}"
+            f"{' ...' if len(foreign) > 3 else ''}, which are not among its parameters; load the "
+            "state that was saved with it, or None to start without residuals"
+        )
+
+
+def _names(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, int]]:
+    """Parameters of which ``state`` has something, with their elements or 0."""
+    for kind in _NAMED:
+        for name, found in sorted(state.get(prefix + kind, {}).items()):
+            has_rows = isinstance(found, Tensor) and found.dim() == 2
+            yield (
+                name,
+                found.numel if isinstance(found, Held) else found.shape[1] if has_rows else 0,
+            )
+
 
 _KINDS = {"residual": "residuals", "momentum": "momenta"}
 """Kinds of state that differ from rank to rank, and their names in a checkpoint."""

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_dist.settings.declared import Setting, settings_of
-from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.exchange import ExchangeSettings, ShardedSettings
 from lightning_dist.settings.local_updates import LocalUpdateSettings
-from lightning_dist.settings.sharded import ShardedSettings
 
 FAMILIES = (ExchangeSettings, LocalUpdateSettings, ShardedSettings)
 """One for each kind of training."""

@@ -1,14 +1,18 @@
-"""Settings that every strategy of this package refuses, before any process group exists."""
+"""What strategies refuse before a process group exists, and what all frameworks report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.signatures import refuse_codec_options, refuse_unknown
+
+if TYPE_CHECKING:
+    from lightning_dist.ranks import Topology
+
 
 _HOOK_ARGUMENTS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -88,3 +92,42 @@ def of_other_package(what: str, package: str) -> str:
         "whose classes are different ones; write 'import lightning as L', not "
         "'import pytorch_lightning'"
     )
+
+
+CONFIG_KEY = "lightning_dist"
+"""Key of ``comm_config()`` in the configuration of a tracked run."""
+_OF_ONE_STEP = ("raw_bytes", "wire_bytes", "intra_bytes", "inter_bytes")
+_IN_TOTAL = ("raw_bytes", "wire_bytes")
+
+
+class Reports(Protocol):
+    """Reports of one model: a Sync, a Reducer, or the record of a training that has ended."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    def comm_stats(self) -> Mapping[str, Any]: ...
+
+    def comm_config(self) -> dict[str, Any]: ...
+
+
+def comm_metrics(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Bytes that this rank sent: in the last step, and in total. For loggers and trackers.
+
+    Args:
+        stats: ``comm_stats()`` of every compressed model; their bytes are added up.
+
+    Returns:
+        ``comm/raw_bytes``, ``comm/wire_bytes``, ``comm/compression_ratio``, ``comm/intra_bytes``,
+        ``comm/inter_bytes``, ``comm/total_raw_bytes``, ``comm/total_wire_bytes``; nothing before
+        the first step.
+    """
+    begun = [each for each in stats if each["steps"]]
+    if not begun:
+        return {}
+    last = {key: sum(each["last_step"][key] for each in begun) for key in _OF_ONE_STEP}
+    ratio = last["raw_bytes"] / last["wire_bytes"] if last["wire_bytes"] else 1.0
+    metrics = {f"comm/{key}": value for key, value in last.items()} | {
+        "comm/compression_ratio": ratio
+    }
+    return metrics | {f"comm/total_{key}": sum(each[key] for each in begun) for key in _IN_TOTAL}

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.base.private import loss_scale_of, map_tensors
-from lightning_dist.ranks.spread import Read, Spread, read_whole, run_of
+from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
 
 if TYPE_CHECKING:
     import torch

@@ -23,22 +23,19 @@ from lightning_dist.base.private import (
 )
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.measurement.exposure import ExposureWatch
-from lightning_dist.ranks.facts import all_facts, require_equal
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.facts import Spread, all_facts, require_equal
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import as_real
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.base import Environment, Groups, Sync, continued, remember
-from lightning_dist.sync.buckets import DDPBuckets
-from lightning_dist.sync.effect import compresses_fewer_bytes, require_effect
-from lightning_dist.sync.in_force import log_in_force
+from lightning_dist.sync.buckets import DDPBuckets, TrainedSet
+from lightning_dist.sync.effect import compresses_fewer_bytes, log_in_force, require_effect
 from lightning_dist.sync.networks import network_for
 from lightning_dist.sync.onebit_adam import OneBitAdam
 from lightning_dist.sync.optimizers import watch_optimizers
 from lightning_dist.sync.rules import Case, check, finds_unused
-from lightning_dist.sync.trained import TrainedSet
 
 log = get_logger(__name__)
 

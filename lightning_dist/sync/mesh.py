@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_dist.base.log import get_logger
 from lightning_dist.ranks import host_name
 from lightning_dist.ranks.facts import all_facts
-from lightning_dist.ranks.launcher import claim, contradiction
-from lightning_dist.ranks.nodes import describe_counts, ranks_by
-from lightning_dist.settings.exchange import FSDP2, ExchangeSettings
+from lightning_dist.ranks.launch import claim, contradiction
+from lightning_dist.ranks.levels import describe_counts, ranks_by
+from lightning_dist.settings.exchange import FSDP2, ExchangeSettings, MeshSettings, ShardedSettings
 from lightning_dist.settings.local_updates import LocalUpdateSettings
-from lightning_dist.settings.sharded import MeshSettings, ShardedSettings
 
 log = get_logger(__name__)
 

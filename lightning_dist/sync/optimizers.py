@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.base.private import name_before_compile, names_ignored_by_ddp
-from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.stats import untraced
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.rules import Case, check
 

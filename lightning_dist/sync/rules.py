@@ -23,9 +23,15 @@ from lightning_dist.base.private import (
     names_ignored_by_ddp,
 )
 from lightning_dist.measurement.exposure import first_compressed_step
-from lightning_dist.settings.exchange import DDP, FSDP2, LOCAL, LOCAL_SHARDS, ExchangeSettings
+from lightning_dist.settings.exchange import (
+    DDP,
+    FSDP2,
+    LOCAL,
+    LOCAL_SHARDS,
+    ExchangeSettings,
+    ShardedSettings,
+)
 from lightning_dist.settings.local_updates import LocalUpdateSettings
-from lightning_dist.settings.sharded import ShardedSettings
 from lightning_dist.sync.base import Environment, Sync
 from lightning_dist.sync.onebit_adam import OneBitAdam
 

@@ -44,14 +44,15 @@ from lightning_dist.base.private import new_group
 from lightning_dist.base.versions import installed_version, release
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.frameworks.lightning.checkpoint import private as of_checkpoints
-from lightning_dist.frameworks.strategies.names import (
+from lightning_dist.frameworks.registration import (
     ELASTIC_NAMES,
     LOCAL_NAMES,
     LOCAL_SHARDED_NAMES,
     SHARDED_NAMES,
+    lightning_strategy,
     register,
+    register_all,
 )
-from lightning_dist.frameworks.strategies.registration import lightning_strategy, register_all
 
 PACKAGE = Path(lightning_dist.__file__).parent
 COMPILERS = PACKAGE / "kernels"

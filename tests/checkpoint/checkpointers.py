@@ -14,7 +14,7 @@ from worlds import Rank
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.snapshot.snapshot import LaterCopy
 from lightning_dist.checkpoint.writers import WriterProcess
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 LIMIT = 30.0
 

@@ -25,7 +25,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, verify
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.writers import WriterThread
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])

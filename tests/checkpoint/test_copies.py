@@ -21,7 +21,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.snapshot.snapshot import Fence, LaterCopy
 from lightning_dist.ranks.agreement import Ranks
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 
 class Foreign(torch.optim.SGD):
@@ -309,7 +309,7 @@ import sys
 from lightning_dist.checkpoint.snapshot.snapshot import LaterCopy
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.format import CheckpointError
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 from snapshots import trained
 
 folder, writer, closes = sys.argv[1:]

@@ -20,7 +20,7 @@ from lightning_dist import ElasticLoop
 from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.reading import require_loadable
 from lightning_dist.elastic.progress import KEY
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 ODD = {
     "path": (pathlib.PurePosixPath("data"), "PurePosixPath"),

@@ -19,7 +19,7 @@ from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Failed
 from lightning_dist.checkpoint.disk.scan import Description, checkpoints, newest_valid, verify
 from lightning_dist.checkpoint.writer_queue import Removals
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ from lightning_dist.checkpoint.disk.scan import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.saves import committed_line
 from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, owned_by, pickled, plan, shape_of
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.facts import Spread
 
 sizes = st.lists(st.integers(0, 200), max_size=8)
 worlds = st.integers(1, 8)

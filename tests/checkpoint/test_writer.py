@@ -29,7 +29,7 @@ from lightning_dist.checkpoint.disk.writer import Writer
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.checkpoint.writer_queue import WriterQueue
 from lightning_dist.checkpoint.writers import SnapshotMemory
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 from tests.campaigns.checkpoint_crash.oracle import PROBLEMS
 
 

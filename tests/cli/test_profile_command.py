@@ -12,12 +12,11 @@ from calls import LOADED, printed, profile, refusal, save
 from planted import Planted, bare, replace
 from processes import run
 
-from lightning_dist.measurement.calibration import CodecCost
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.run import read_run
-from lightning_dist.profiling.whatif.costs import Costs, read_costs, write_costs
-from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.profiling.whatif.predict import Costs, read_costs, with_whatif, write_costs
 
 PLANTED = Planted(steps=12, late={1: 50}, slow_steps={step: 1 + step % 3 for step in range(12)})
 

@@ -11,8 +11,8 @@ from calls import printed, profile, refusal, save
 from planted import Planted, replace
 
 from lightning_dist.measurement import calibration
-from lightning_dist.measurement.calibration import CodecCost
-from lightning_dist.profiling.whatif.costs import Costs, write_costs
+from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.profiling.whatif.predict import Costs, write_costs
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 FP16 = CodecCost("fp16", "allreduce", 2.0, 0.0, 0.0, 0.0, source="on a after this run")

@@ -372,7 +372,7 @@ def install(folder: Path, entry_points: str, *, package: str = "own_package") ->
 LISTED = """
 import sys
 from lightning_dist.codecs import CODECS
-from lightning_dist.frameworks.strategies.registration import NAMES
+from lightning_dist.frameworks.registration import NAMES
 assert {"compressed_ddp_rowint8", "compressed_ddp_int8_decay"} <= set(NAMES)
 assert {"rowint8", "int8_decay"} <= set(CODECS)
 assert "own_package" not in sys.modules

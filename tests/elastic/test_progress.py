@@ -28,8 +28,8 @@ from lightning_dist.elastic.progress import (
 )
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.elastic.rng import derive_seed
-from lightning_dist.ranks.membership import Membership
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.ranks.agreement import Membership
+from lightning_dist.settings.run import CheckpointSettings
 
 STEPS = 24
 Make = Callable[[torch.optim.Optimizer, float], Any]

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from lightning_dist.base.private import destroy_group
 from lightning_dist.profiling.capture.events import LinkRecord
-from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.profiling.links import OPS, measure, measure_links, pairs
+from lightning_dist.profiling.links import OPS, measure, measure_links, pairs, read_offset
 
 TIMEOUT_S = 30
 SENT = 4_000_000  # many times what a shaped link saves up for a burst

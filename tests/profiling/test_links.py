@@ -19,12 +19,18 @@ from worlds import ALL_GATHER, Rank, run_threads
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable, shape
 from lightning_dist.base.private import destroy_group
-from lightning_dist.profiling import clocks
+from lightning_dist.profiling import links as clocks
 from lightning_dist.profiling.analysis.notes import ONE_NODE
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import BurstRecord, ClockRecord, LinkRecord, Span
-from lightning_dist.profiling.clocks import read_offset
-from lightning_dist.profiling.links import OPS, Measurement, measure, measure_burst, pairs
+from lightning_dist.profiling.links import (
+    OPS,
+    Measurement,
+    measure,
+    measure_burst,
+    pairs,
+    read_offset,
+)
 from lightning_dist.profiling.run import RankRun, Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.ranks.agreement import new_group_of_all

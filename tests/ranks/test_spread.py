@@ -6,9 +6,9 @@ from threads import on_threads
 from torch import Tensor
 from worlds import Rank
 
-from lightning_dist.ranks import spread
+from lightning_dist.ranks import facts as spread
 from lightning_dist.ranks.channel import Channel
-from lightning_dist.ranks.spread import Spread, gather
+from lightning_dist.ranks.facts import Spread, gather
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex64)

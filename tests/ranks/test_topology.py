@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_dist.ranks import Topology
-from lightning_dist.ranks.launcher import Claim, claim, contradiction, promised_ranks
+from lightning_dist.ranks.launch import Claim, claim, contradiction, promised_ranks
 from lightning_dist.ranks.levels import (
     Nodes,
     blocks_of,

@@ -15,8 +15,8 @@ from worlds import Rank
 from lightning_dist.codecs import BlockCodec, resolve_codec
 from lightning_dist.codecs.noise import block_keys
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
-from lightning_dist.reducer.observer import Observer, Samples
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.stats import Observer, Samples
 
 SETTINGS = {"min_compress_numel": 256}
 STEPS = 4

@@ -13,7 +13,7 @@ from threads import on_threads
 from worlds import Rank
 
 from lightning_dist.exchange.rounds import AllGather
-from lightning_dist.reducer.executor import Worker, executor_for
+from lightning_dist.reducer.network import Worker, executor_for
 
 LIMIT = 10
 
@@ -38,7 +38,7 @@ def test_tasks_run_in_their_order_on_one_thread_without_autograd_until_it_is_clo
 
 _LEFT_OPEN = """
 import threading, time, torch
-from lightning_dist.reducer.executor import Worker
+from lightning_dist.reducer.network import Worker
 
 class Last:  # of what Python takes apart, after its other threads are to stop
     def __del__(self, wake=threading.Event.set, sleep=time.sleep):

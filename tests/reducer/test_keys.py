@@ -18,8 +18,7 @@ from worlds import Rank
 from lightning_dist.codecs import QSGD, BlockCodec, TernGrad
 from lightning_dist.exchange.rounds import AllGather
 from lightning_dist.reducer import reducer as reducer_module
-from lightning_dist.reducer.executor import Executor, executor_for
-from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.network import Executor, Network, executor_for
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.units.tiles import Grid, Tile, UnitKeys

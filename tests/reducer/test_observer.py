@@ -19,11 +19,12 @@ from worlds import Rank, run_threads
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import Int8
 from lightning_dist.measurement import calibration, exposure
-from lightning_dist.measurement.calibration import CANDIDATES, calibrate
+from lightning_dist.measurement.calibration import calibrate
+from lightning_dist.measurement.costs import CANDIDATES
 from lightning_dist.measurement.microbenchmark import HostClock, Passes, StreamClock, clock_of
 from lightning_dist.ranks.channel import PendingWork
-from lightning_dist.reducer.observer import Observer, Phase
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.stats import Observer, Phase
 from lightning_dist.reducer.units.base import CodecGroup
 
 SETTINGS = {"min_compress_numel": 256}

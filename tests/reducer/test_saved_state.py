@@ -34,8 +34,8 @@ from worlds import ALL_GATHER, Rank, run_threads
 from lightning_dist.codecs import Int8, resolve_codec
 from lightning_dist.kernels.inductor import Variant
 from lightning_dist.ranks.channel import WaitLimit
-from lightning_dist.ranks.spread import Spread
-from lightning_dist.reducer.executor import Worker
+from lightning_dist.ranks.facts import Spread
+from lightning_dist.reducer.network import Worker
 from lightning_dist.reducer.plan import flat_planner
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.sync.ddp import compile_kernels

@@ -16,11 +16,10 @@ import lightning_dist
 from lightning_dist.frameworks.lightning.ddp import SyncDDPStrategy
 from lightning_dist.settings import CODE, OPTIONS, SIDECAR, Resolved, read, resolve, write
 from lightning_dist.settings.declared import settings_of
-from lightning_dist.settings.exchange import ExchangeSettings
-from lightning_dist.settings.files import accelerate_default
+from lightning_dist.settings.exchange import ExchangeSettings, ShardedSettings
 from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.settings.options import require_only
-from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.settings.resolve import accelerate_default
 
 COUNTS = st.integers(0, 10**12)
 SWITCH = st.one_of(st.booleans(), st.just("auto"))

@@ -21,7 +21,7 @@ from lightning_dist.profiling.capture.ddp_hook import watch_allreduce
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import PendingStep
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 from simulated_device.cases_ddp import SMALL_BUCKETS, given, left, place
 from simulated_device.device import install
 from simulated_device.ranks import SimulatedRank, delays, require_same, run_on_devices, to_cpu

@@ -32,7 +32,7 @@ from worlds import Rank
 from lightning_dist.exchange.rounds import TwoShot
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer import reducer as reducer_module
-from lightning_dist.reducer.executor import SideStream, executor_for
+from lightning_dist.reducer.network import SideStream, executor_for
 from lightning_dist.reducer.plan.slices import slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings

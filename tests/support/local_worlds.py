@@ -14,7 +14,7 @@ from worlds import Rank
 
 from lightning_dist import local_updates
 from lightning_dist.codecs import TopK
-from lightning_dist.sync.local.fragments import Fragment
+from lightning_dist.sync.local.anchor import Fragment
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 
 WIDTH = 24

@@ -42,8 +42,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
-from lightning_dist.frameworks.lightning.elastic.recovery import RecoveringPlacement
-from lightning_dist.frameworks.lightning.elastic.sections import Sections
+from lightning_dist.frameworks.lightning.elastic.recovery import RecoveringPlacement, Sections
 
 
 class Module(pl.LightningModule):

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_dist.profiling.analysis.parts import Summary, Timeline
-from lightning_dist.profiling.report.page import page
+from lightning_dist.profiling.report.figures import page
 from lightning_dist.profiling.report.terminal import print_summary
 
 KEPT = Path(__file__).with_name("kept") / "snapshots"

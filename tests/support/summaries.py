@@ -16,7 +16,7 @@ from lightning_dist.profiling.analysis.parts import (
     Traffic,
 )
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif.predictions import Prediction, Predictions
+from lightning_dist.profiling.whatif.scenarios import Prediction, Predictions
 
 MS = 1_000_000
 MEANS = dict(zip(PARTS, (2.1, 20.4, 41.0, 12.3, 30.8, 3.2, 0.6, 5.0, 0.9), strict=True))

@@ -22,11 +22,11 @@ from lightning_dist.codecs import CODECS
 from lightning_dist.elastic.private import send_buffers
 from lightning_dist.elastic.recovery.generations import init_alone
 from lightning_dist.elastic.recovery.regroup import from_rank
-from lightning_dist.ranks.launcher import Claim
+from lightning_dist.ranks.launch import Claim
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync import networks
 from lightning_dist.sync.ddp import compress_ddp
-from lightning_dist.sync.grouping import topology_of
+from lightning_dist.sync.networks import topology_of
 
 
 def grouped(nodes: str, *, claims: Sequence[Any] | None = None, **settings: Any) -> Any:

@@ -15,9 +15,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from worlds import Rank
 
 from lightning_dist import OneBitAdam
-from lightning_dist.settings.exchange import DDP, FSDP2, LOCAL, LOCAL_SHARDS, ExchangeSettings
+from lightning_dist.settings.exchange import (
+    DDP,
+    FSDP2,
+    LOCAL,
+    LOCAL_SHARDS,
+    ExchangeSettings,
+    ShardedSettings,
+)
 from lightning_dist.settings.local_updates import LocalUpdateSettings, ShardedLocalUpdateSettings
-from lightning_dist.settings.sharded import ShardedSettings
 from lightning_dist.sync.base import Environment
 from lightning_dist.sync.rules import RULES, Case, check
 

@@ -18,7 +18,7 @@ from torch.serialization import DEFAULT_PROTOCOL
 
 from lightning_dist.checkpoint.disk.jobs import Piece
 from lightning_dist.checkpoint.private import describe_storage, identity_of, location_of
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.facts import Spread
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from lightning_dist.base.private import tensors_in
 from lightning_dist.checkpoint.private import chunk_of, knows_offset, offset_in_file
 from lightning_dist.checkpoint.reading import opened, restricted_load
 from lightning_dist.checkpoint.snapshot.plan import local_of
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.facts import Spread
 
 
 def without_shards(state: Any, mesh: DeviceMesh) -> tuple[Any, list[Spread]]:

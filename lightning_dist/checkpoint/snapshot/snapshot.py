@@ -20,7 +20,7 @@ from lightning_dist.checkpoint.disk.jobs import Save
 from lightning_dist.checkpoint.private import version_of
 from lightning_dist.checkpoint.snapshot.plan import Owned, Plan, Run, owned_by
 from lightning_dist.checkpoint.writer_queue import WriterQueue
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 _SAMPLES = 8
 _SAMPLE_BYTES = 64

@@ -16,8 +16,7 @@ from lightning_dist.elastic.history import Summary
 from lightning_dist.elastic.loop.placement import LoopPlacement
 from lightning_dist.elastic.progress import ElasticState
 from lightning_dist.elastic.session import Session
-from lightning_dist.settings.run import RecoverySettings, RunSettings
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings, RecoverySettings, RunSettings
 from lightning_dist.settings.signatures import takes
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.reading import require_loadable
 from lightning_dist.elastic.progress import KEY, ElasticState, require_same_optimizer
-from lightning_dist.ranks.spread import Spread
+from lightning_dist.ranks.facts import Spread
 from lightning_dist.sync.base import Environment, Sync, sync_of
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 

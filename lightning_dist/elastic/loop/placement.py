@@ -23,9 +23,9 @@ from lightning_dist.elastic.recovery.generations import Ended, Generations
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.recovery.step import RecoverablePlacement, StepRecovery
 from lightning_dist.elastic.session import Session
+from lightning_dist.ranks.agreement import Membership
+from lightning_dist.ranks.facts import Spread
 from lightning_dist.ranks.launch import Launch
-from lightning_dist.ranks.membership import Membership
-from lightning_dist.ranks.spread import Spread
 from lightning_dist.settings.run import RecoveryMode, RecoverySettings
 from lightning_dist.sync.local.state import NOT_SHARDED
 

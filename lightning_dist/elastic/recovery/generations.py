@@ -28,8 +28,8 @@ from lightning_dist.elastic.private import all_groups, forget_group_numbers
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report
+from lightning_dist.ranks.agreement import Membership
 from lightning_dist.ranks.launch import RECOVERY_STORE, Launch
-from lightning_dist.ranks.membership import Membership
 
 log = get_logger(__name__)
 

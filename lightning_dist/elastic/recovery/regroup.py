@@ -26,8 +26,7 @@ from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.run import RecoverySettings
 from lightning_dist.sync.base import sync_of
 from lightning_dist.sync.ddp import GradientSync, compile_kernels
-from lightning_dist.sync.grouping import topology_of
-from lightning_dist.sync.networks import groups_of
+from lightning_dist.sync.networks import groups_of, topology_of
 from lightning_dist.sync.rules import sparse_tables
 
 _CPU = torch.device("cpu")

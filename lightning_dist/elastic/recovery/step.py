@@ -31,8 +31,8 @@ from lightning_dist.elastic.recovery.regroup import (
     require_recoverable,
 )
 from lightning_dist.elastic.session import Placement, Session
-from lightning_dist.ranks.membership import Membership
-from lightning_dist.reducer.observer import untraced
+from lightning_dist.ranks.agreement import Membership
+from lightning_dist.reducer.stats import untraced
 from lightning_dist.sync.ddp import describe_parameters
 from lightning_dist.sync.onebit_adam import OneBitAdam
 

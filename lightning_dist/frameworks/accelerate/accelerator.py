@@ -8,7 +8,7 @@ from typing import Any
 import accelerate
 
 from lightning_dist.frameworks.accelerate.compression import Compression
-from lightning_dist.frameworks.accelerate.plugin import CompressedDDPPlugin
+from lightning_dist.frameworks.accelerate.plugins import CompressedDDPPlugin
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no types

@@ -16,7 +16,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from lightning_dist.base.log import get_logger, prefixed
 from lightning_dist.elastic.recovery.generations import is_alone
 from lightning_dist.frameworks.accelerate.private import ddp_handler, prepared_models
-from lightning_dist.ranks.launcher import promised_ranks
+from lightning_dist.ranks.launch import promised_ranks
 from lightning_dist.settings import Resolved
 from lightning_dist.sync.arguments import second_hook
 

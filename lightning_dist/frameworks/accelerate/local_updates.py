@@ -17,14 +17,14 @@ from lightning_dist.frameworks.accelerate.attach import (
     print_outside,
     wrap_method,
 )
+from lightning_dist.frameworks.accelerate.compression import RollCall
 from lightning_dist.frameworks.accelerate.private import prepared_models, prepared_optimizers
-from lightning_dist.frameworks.accelerate.roll_call import RollCall
 from lightning_dist.settings import Resolved, from_outside
 from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
 from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.base import Environment, sync_of
 from lightning_dist.sync.ddp import GradientSync
-from lightning_dist.sync.local.checks import require_replicas
+from lightning_dist.sync.local.anchor import require_replicas
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.updates import LocalSync
 from lightning_dist.sync.networks import node_group

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from lightning_dist.frameworks.accelerate.attach import handler_of, is_wrapped_by
-from lightning_dist.frameworks.accelerate.fsdp import ShardedCompression
 from lightning_dist.frameworks.accelerate.local_updates import LocalUpdatesPlugin
+from lightning_dist.frameworks.accelerate.plugins import ShardedCompression
 
 _ENTRIES = ("prepare", "prepare_model")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_dist.base.features import TRANSFORMERS
 from lightning_dist.frameworks.accelerate.compression import Compression
-from lightning_dist.frameworks.accelerate.plugin import CompressedDDPPlugin
+from lightning_dist.frameworks.accelerate.plugins import CompressedDDPPlugin
 
 
 class CompressedDDPMixin:

@@ -18,7 +18,7 @@ from lightning_dist.frameworks.lightning.launcher import (
     init_process_group,
     sampler_arguments,
 )
-from lightning_dist.frameworks.strategies.other_package import described
+from lightning_dist.frameworks.registration import described
 from lightning_dist.ranks import Topology
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings

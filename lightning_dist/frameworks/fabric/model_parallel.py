@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.frameworks.fabric.base import SyncStrategy
-from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.exchange import ExchangeSettings, MeshSettings, ShardedSettings
 from lightning_dist.settings.local_updates import Replicas, ShardedLocalUpdateSettings
-from lightning_dist.settings.sharded import MeshSettings, ShardedSettings
 from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.arguments import require_sharded_arguments
 from lightning_dist.sync.base import Environment, Sync
 from lightning_dist.sync.fsdp.attach import kind_of
-from lightning_dist.sync.local.checks import require_shards_as_workers
+from lightning_dist.sync.local.anchor import require_shards_as_workers
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.updates import LocalSync
 from lightning_dist.sync.mesh import (

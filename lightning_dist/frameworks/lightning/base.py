@@ -17,14 +17,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.frameworks.lightning.launcher import follow, sampler_arguments
-from lightning_dist.frameworks.strategies.other_package import described
+from lightning_dist.frameworks.registration import described
 from lightning_dist.ranks import Topology
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.local_updates import Replicas
-from lightning_dist.sync.arguments import refuse_pytorch_lightning
+from lightning_dist.sync.arguments import (
+    CONFIG_KEY,
+    Reports,
+    comm_metrics,
+    refuse_pytorch_lightning,
+)
 from lightning_dist.sync.base import Environment, Sync
-from lightning_dist.sync.report import CONFIG_KEY, Reports, comm_metrics
 
 
 class BeforeSetup:

@@ -21,7 +21,7 @@ from lightning_dist.settings.run import RecoverySettings
 from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.arguments import require_ddp_arguments
 from lightning_dist.sync.base import Environment, Sync
-from lightning_dist.sync.local.checks import require_replicas
+from lightning_dist.sync.local.anchor import require_replicas
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.updates import LocalSync
 from lightning_dist.sync.rules import Case, check

@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_dist.frameworks.lightning.private import MultiProcessingLauncher
-from lightning_dist.sync.report import Reports
+from lightning_dist.sync.arguments import Reports
 
 _KEY = "lightning_dist"
 

@@ -20,15 +20,14 @@ from lightning_dist.frameworks.lightning.checkpoint.session_io import Checkpoint
 from lightning_dist.frameworks.lightning.ddp import evaluates_anchor
 from lightning_dist.frameworks.lightning.launcher import init_process_group
 from lightning_dist.frameworks.lightning.private import give_device_mesh, restricted
-from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.exchange import ExchangeSettings, MeshSettings, ShardedSettings
 from lightning_dist.settings.local_updates import Replicas, ShardedLocalUpdateSettings
-from lightning_dist.settings.sharded import MeshSettings, ShardedSettings
 from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.arguments import require_sharded_arguments
 from lightning_dist.sync.base import Environment, Sync
 from lightning_dist.sync.fsdp.attach import kind_of
 from lightning_dist.sync.fsdp.shards import CompressedShards
-from lightning_dist.sync.local.checks import require_shards_as_workers
+from lightning_dist.sync.local.anchor import require_shards_as_workers
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.updates import LocalSync
 from lightning_dist.sync.mesh import (

@@ -21,7 +21,7 @@ from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.base import BeforeSetup
 from lightning_dist.frameworks.lightning.ddp import SyncDDPStrategy
 from lightning_dist.frameworks.lightning.launcher import MembersEnvironment
-from lightning_dist.ranks.membership import Membership
+from lightning_dist.ranks.agreement import Membership
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.run import RecoveryMode, RecoverySettings
 from lightning_dist.sync.base import Sync

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_dist.profiling.analysis.intervals import Interval, Intervals
 from lightning_dist.profiling.analysis.metrics import MEANING_OF_PARTS
 from lightning_dist.profiling.capture.events import Span
-from lightning_dist.profiling.whatif.predictions import Predictions
+from lightning_dist.profiling.whatif.scenarios import Predictions
 
 SCHEMA = 3
 

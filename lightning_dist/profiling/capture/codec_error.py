@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dist.profiling.capture.events import ErrorRecord
 from lightning_dist.reducer.codec_sample import Sampler
-from lightning_dist.reducer.observer import Samples
+from lightning_dist.reducer.stats import Samples
 
 MOST = 1 << 18
 """Elements that are looked at, in a few milliseconds on a CPU: smaller buckets as a whole."""

@@ -31,7 +31,7 @@ from lightning_dist.base.private import (
 )
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
-from lightning_dist.reducer.observer import untraced
+from lightning_dist.reducer.stats import untraced
 
 _HELD_BYTES = 4 << 20
 """DDP copies a mean into its gradients while the next ones travel; those that are held until the

@@ -18,7 +18,7 @@ from lightning_dist.measurement.microbenchmark import DeviceClock, HostClock, St
 from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, OF_NO_BUCKET
 from lightning_dist.ranks.channel import nothing
-from lightning_dist.reducer.observer import Observer, Phase, Samples
+from lightning_dist.reducer.stats import Observer, Phase, Samples
 from lightning_dist.reducer.units.base import CodecGroup
 
 _UNSEEN = 3.0

@@ -53,7 +53,7 @@ def write_files(
 
     def write_page(path: Path) -> None:
         with needed_by("The page"):
-            from lightning_dist.profiling.report.page import write_report  # plotly takes long
+            from lightning_dist.profiling.report.figures import write_report  # plotly takes long
 
         write_report(path, summary, timelines())
 

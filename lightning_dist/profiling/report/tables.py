@@ -20,7 +20,7 @@ from lightning_dist.profiling.analysis.metrics import (
 )
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif.predictions import (
+from lightning_dist.profiling.whatif.scenarios import (
     LABEL,
     Predictions,
     name_of,

@@ -29,7 +29,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from lightning_dist.base.exchanges import EXCHANGES, Collective
-from lightning_dist.measurement.calibration import CodecCost
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.whatif.scenarios import (
     DDP,
     ELEMENT_BYTES,
@@ -41,7 +41,7 @@ from lightning_dist.profiling.whatif.scenarios import (
     Scenario,
     ShardCollective,
 )
-from lightning_dist.reducer.units.sizes import unit_elements
+from lightning_dist.reducer.units.base import unit_elements
 
 
 class SimulatedStep(NamedTuple):

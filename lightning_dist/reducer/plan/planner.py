@@ -24,8 +24,8 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units import low_rank, sparse, table  # noqa: F401  (their units)
 from lightning_dist.reducer.units.base import CodecGroup, CommUnit, JoinedUnit, join
+from lightning_dist.reducer.units.block import HierarchicalUnit
 from lightning_dist.reducer.units.by_codec import compile_passes, flat_units
-from lightning_dist.reducer.units.hierarchical import HierarchicalUnit
 
 
 class Planner:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.settings.exchange import ShardedSettings
 from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.base import Environment
 from lightning_dist.sync.fsdp.replicas import ShardedGradients

@@ -21,25 +21,27 @@ from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import map_tensors, name_before_compile
 from lightning_dist.exchange.replicate import replicate
-from lightning_dist.ranks.spread import Read, Spread, read_whole, run_of
-from lightning_dist.reducer.parts import Held
+from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.saved import require_mapping
+from lightning_dist.reducer.state import Held, require_mapping
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.base import Environment, Sync, continued, remember, sync_of
+from lightning_dist.sync.buckets import flags_of
 from lightning_dist.sync.ddp import compile_kernels, describe_parameters, expect_compression
-from lightning_dist.sync.effect import require_effect
-from lightning_dist.sync.fsdp.backward import BackwardEnd
-from lightning_dist.sync.fsdp.checks import ParameterGroup, shard_dimension, trained_groups
+from lightning_dist.sync.effect import require_effect, show
+from lightning_dist.sync.fsdp.checks import (
+    BackwardEnd,
+    ParameterGroup,
+    shard_dimension,
+    trained_groups,
+)
 from lightning_dist.sync.fsdp.private import runs_after_accumulation
 from lightning_dist.sync.fsdp.tensor_parts import ROWS, TensorPart, TensorParts
-from lightning_dist.sync.in_force import show
 from lightning_dist.sync.networks import sharded_network
 from lightning_dist.sync.optimizers import watch_optimizers
 from lightning_dist.sync.rules import Case, check
-from lightning_dist.sync.trained import flags_of
 
 log = get_logger(__name__)
 

@@ -24,9 +24,15 @@ from lightning_dist.codecs.none import NoCompression
 from lightning_dist.kernels.inductor import should_fuse
 from lightning_dist.ranks import Topology, host_name
 from lightning_dist.ranks.channel import Channel, Watch
-from lightning_dist.ranks.facts import all_facts, require_equal
-from lightning_dist.ranks.spread import Read, Spread, gather, read_whole, run_of
-from lightning_dist.reducer.observer import untraced
+from lightning_dist.ranks.facts import (
+    Read,
+    Spread,
+    all_facts,
+    gather,
+    read_whole,
+    require_equal,
+    run_of,
+)
 from lightning_dist.reducer.rows import (
     RowGather,
     RowReduceScatter,
@@ -34,20 +40,19 @@ from lightning_dist.reducer.rows import (
     cut_errors,
     joined_errors,
 )
-from lightning_dist.reducer.saved import require_mapping
-from lightning_dist.reducer.stats import CommStats, Count, places, run_config
+from lightning_dist.reducer.state import require_mapping
+from lightning_dist.reducer.stats import CommStats, Count, places, run_config, untraced
 from lightning_dist.settings.codecs import identity
-from lightning_dist.settings.sharded import ShardedSettings
+from lightning_dist.settings.exchange import ShardedSettings
 from lightning_dist.sync.base import Environment, Sync, remember, sync_of
-from lightning_dist.sync.fsdp.backward import BackwardEnd
-from lightning_dist.sync.fsdp.checks import ParameterGroup, gathered_groups
+from lightning_dist.sync.buckets import flags_of
+from lightning_dist.sync.effect import show
+from lightning_dist.sync.fsdp.checks import BackwardEnd, ParameterGroup, gathered_groups
 from lightning_dist.sync.fsdp.private import collectives_of, parameter_groups_of
 from lightning_dist.sync.fsdp.replicas import of_this_kind
 from lightning_dist.sync.fsdp.tensor_parts import ROWS
-from lightning_dist.sync.in_force import show
 from lightning_dist.sync.optimizers import OptimizerWatch
 from lightning_dist.sync.rules import Case, check
-from lightning_dist.sync.trained import flags_of
 
 log = get_logger(__name__)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.ranks.channel import Channel
-from lightning_dist.ranks.spread import Spread, gather
+from lightning_dist.ranks.facts import Spread, gather
 
 ROWS = ("residuals", "momenta")
 """Kinds of state with a row per replica, ``{parameter name: (replicas, elements)}``."""

@@ -1,28 +1,175 @@
-"""The anchor, on which all workers agree, and the outer optimizer that moves it."""
+"""Anchor of the workers: the weights that all know, in fragments, and their outer optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_dist.base.log import get_logger
 from lightning_dist.exchange.replicate import replicate
 from lightning_dist.reducer.network import Network
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, strides_in_bucket
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings.local_updates import LocalUpdateSettings
-from lightning_dist.sync.local.checks import require_scheduler
-from lightning_dist.sync.local.fragments import (
-    Fragment,
-    cut,
-    fragment_of,
-    own_part,
-)
-from lightning_dist.sync.trained import flags_of
+from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
+from lightning_dist.sync.buckets import flags_of
+from lightning_dist.sync.fsdp.replicas import local_of
+
+log = get_logger(__name__)
+
+
+_STABLE_OUTER_LR = 0.1
+"""With which 1,000 outer steps of a small model stay finite; see the guide on local steps."""
+
+
+def warn_of_bursts(settings: LocalUpdateSettings) -> None:
+    """Log a warning where the residual of many windows is applied at once, which may diverge."""
+    for codec in settings.inter.leaves():
+        kept = "residual" in settings.memory_of(codec).kinds
+        if codec.seldom and kept and settings.outer_lr > _STABLE_OUTER_LR:
+            log.warning(
+                "codec %s sends an element once in many outer steps, and then the changes of all "
+                "of them: with outer_lr=%g the weights may diverge. Set outer_lr=%g, or use 'topk' "
+                "or error_feedback=False",
+                codec,
+                settings.outer_lr,
+                _STABLE_OUTER_LR,
+            )
+
+
+def require_replicas(replicas: Replicas, settings: LocalUpdateSettings) -> None:
+    """Raise ValueError unless frameworks know what is a worker."""
+    if replicas not in ("rank", "node"):
+        raise ValueError(f"replicas must be 'rank' or 'node', got {replicas!r}")
+    if replicas == "node" and settings.ddp_steps:
+        raise ValueError(
+            "ddp_steps are steps of DDP over all ranks, and replicas='node' has DDP inside the "
+            "nodes; give one of the two"
+        )
+
+
+def require_shards_as_workers(replicas: Replicas) -> None:
+    """Raise ValueError unless a worker is what holds a sharded model."""
+    if replicas != "rank":
+        raise ValueError(
+            f"replicas={replicas!r} is for models that each rank has as a whole, and "
+            "here all ranks of a node are one worker; leave it out"
+        )
+
+
+def require_scheduler(made: object, *, outer: Optimizer) -> None:
+    """Raise ValueError unless it is None or a scheduler of ``outer`` that counts steps alone."""
+    if made is not None and (
+        not isinstance(made, LRScheduler)
+        or isinstance(made, ReduceLROnPlateau)
+        or made.optimizer is not outer
+    ):
+        raise ValueError(
+            "outer_schedule must make, from the outer optimizer, a torch LRScheduler that depends "
+            f"on the number of outer steps alone, got {type(made).__name__}; for a factor of the "
+            "rate use lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
+        )
+
+
+def require_stepped(gradients: float) -> None:
+    """Raise ValueError where finite gradients wait for the first step of an optimizer.
+
+    A GradScaler skips a step whose gradients are not finite, and a worker without a batch has none.
+
+    Args:
+        gradients: norm of all gradients of the worker.
+    """
+    if 0 < gradients < float("inf"):
+        raise ValueError(
+            "updates.step() must follow a step of the optimizer, and some gradients are not used "
+            "yet, as in the middle of gradient accumulation; call it once after every "
+            "optimizer.step(), and give local_updates the optimizer that steps"
+        )
+
+
+@dataclass
+class Fragment:
+    """Parameters that are exchanged together, and what all workers agree on of them."""
+
+    parameters: Sequence[nn.Parameter]
+    anchors: Sequence[nn.Parameter]  # of this rank's parts, real and in float32 or wider
+    slices: Sequence[ParameterSlice]  # of the flat pseudo-gradient of these parts
+
+    @property
+    def numel(self) -> int:
+        """Elements of the pseudo-gradient on this rank."""
+        return sum(part.numel for part in self.slices)
+
+    def rows(self) -> Iterable[tuple[nn.Parameter, nn.Parameter, ParameterSlice]]:
+        """Each parameter with its anchor and its place in the pseudo-gradient."""
+        return zip(self.parameters, self.anchors, self.slices, strict=True)
+
+
+def cut(
+    trained: Mapping[str, nn.Parameter], anchors: Mapping[str, nn.Parameter], count: int
+) -> list[Fragment]:
+    """Fragments of about as many elements each, of parameters that follow each other.
+
+    With fewer parameters than ``count`` the last ones have none.
+    """
+    # By all elements, not this rank's alone: the cut is equal on all ranks.
+    ends = list(accumulate(p.numel() for p in trained.values()))
+    middles = [end - p.numel() / 2 for end, p in zip(ends, trained.values(), strict=True)]
+    bounds, parts = [0], min(count, len(trained))
+    for index in range(1, parts):
+        bound = bisect_left(middles, ends[-1] * index / parts)
+        # Every fragment before and every one to come needs a parameter.
+        bounds.append(min(max(bound, bounds[-1] + 1), len(trained) - parts + index))
+    names, bounds = list(trained), [*bounds, *[len(trained)] * (count - parts + 1)]
+    return [
+        fragment_of({name: trained[name] for name in names[start:end]}, anchors)
+        for start, end in pairwise(bounds)
+    ]
+
+
+def fragment_of(
+    parameters: Mapping[str, nn.Parameter], anchors: Mapping[str, nn.Parameter]
+) -> Fragment:
+    """These parameters with their anchors, one after the other in a pseudo-gradient."""
+    names, some = list(parameters), list(parameters.values())
+    return Fragment(some, [anchors[name] for name in names], slices_of_parts(names, some))
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, in real numbers; all of it where it is not sharded."""
+    return as_real(local_of(parameter.detach()))
+
+
+def first_row(sharded: DTensor) -> int:
+    """Row of a tensor, sharded over one dimension, at which this rank's part begins."""
+    mesh, count = sharded.device_mesh, sharded.shape[0]
+    return min(mesh.get_local_rank() * -(-count // mesh.size()), count)
+
+
+def slices_of_parts(names: Sequence[str], parameters: Sequence[Tensor]) -> list[ParameterSlice]:
+    """This rank's parts of parameters, one after the other in a flat tensor."""
+    found, offset = [], 0
+    for name, parameter in zip(names, parameters, strict=True):
+        part = own_part(parameter)
+        start = rest = 0
+        if isinstance(parameter, DTensor):
+            row = prod(part.shape[1:])
+            start = first_row(parameter) * row
+            rest = parameter.shape[0] * row - start - part.numel()
+        shape, strides = tuple(part.shape), strides_in_bucket(part)
+        found.append(ParameterSlice(name, offset, shape, start, rest, strides))
+        offset += part.numel()
+    return found
 
 
 class Anchor:

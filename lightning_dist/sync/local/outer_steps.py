@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import name_before_compile
 from lightning_dist.exchange.replicate import replicate
-from lightning_dist.ranks.spread import Read, Spread, gather, run_of
+from lightning_dist.ranks.facts import Read, Spread, gather, run_of
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.observer import untraced
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.saved import require_mapping
+from lightning_dist.reducer.state import require_mapping
+from lightning_dist.reducer.stats import untraced
 from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.sync.base import Sync
 from lightning_dist.sync.effect import require_effect
@@ -31,11 +31,8 @@ from lightning_dist.sync.fsdp.checks import (
     sharded_groups,
 )
 from lightning_dist.sync.fsdp.replicas import local_of
-from lightning_dist.sync.local.anchor import Anchor
-from lightning_dist.sync.local.buffers import average_buffers
-from lightning_dist.sync.local.checks import require_stepped
-from lightning_dist.sync.local.fragments import own_part
-from lightning_dist.sync.local.pseudo_gradients import Exchange, PseudoGradients
+from lightning_dist.sync.local.anchor import Anchor, own_part, require_stepped
+from lightning_dist.sync.local.pseudo_gradients import Exchange, PseudoGradients, average_buffers
 from lightning_dist.sync.local.shards import (
     OuterState,
     WorkerShards,

@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel
-from lightning_dist.ranks.facts import all_facts
+from lightning_dist.ranks.facts import Read, Spread, all_facts
 from lightning_dist.ranks.levels import Nodes
-from lightning_dist.ranks.spread import Read, Spread
 from lightning_dist.reducer.network import Network, Rows
-from lightning_dist.reducer.parts import Held
 from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.state import Held
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.fsdp.checks import require_all_sharded, sharded_groups
 from lightning_dist.sync.fsdp.tensor_parts import ROWS

@@ -16,22 +16,21 @@ from typing_extensions import override
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import map_tensors
-from lightning_dist.ranks.spread import Read, Spread, run_of
+from lightning_dist.ranks.facts import Read, Spread, run_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.base import Environment, Groups, Sync, remember, sync_of
+from lightning_dist.sync.buckets import TrainedSet
 from lightning_dist.sync.ddp import describe_parameters
+from lightning_dist.sync.effect import show
 from lightning_dist.sync.fsdp.checks import reshard
-from lightning_dist.sync.in_force import show
-from lightning_dist.sync.local.checks import warn_of_bursts
+from lightning_dist.sync.local.anchor import warn_of_bursts
 from lightning_dist.sync.local.outer_steps import LocalUpdates
-from lightning_dist.sync.local.sharded_state import ShardedWorkerStates
 from lightning_dist.sync.local.shards import WorkerShards, workers_of
-from lightning_dist.sync.local.state import WorkerStates
+from lightning_dist.sync.local.state import ShardedWorkerStates, WorkerStates
 from lightning_dist.sync.networks import network_over, node_group
 from lightning_dist.sync.rules import Case, check
-from lightning_dist.sync.trained import TrainedSet
 
 log = get_logger(__name__)
 

@@ -20,7 +20,7 @@ from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 from tests.campaigns.checkpoint_crash.child import BOUND_S, Report
 
 STEPS = 24

@@ -41,7 +41,7 @@ ROOMS = {
     ),
     "FSDP2": ("sync/fsdp",),
     "Asynchronous checkpoints": ("checkpoint",),
-    "Checkpoints of sharded models": ("frameworks/strategies/test_model_parallel_checkpoints.py",),
+    "Checkpoints of sharded models": ("frameworks/test_model_parallel_checkpoints.py",),
     "lightning-dist launch": (f"{_LIGHTNING}/test_launchers.py",),
     "Elastic restart": (
         *("elastic/data", "elastic/launcher", "elastic/process", "elastic/loop/test_loop.py"),

@@ -23,8 +23,7 @@ from lightning_dist.elastic.recovery import member as member_module
 from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations, init_alone
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Report, Worker
-from lightning_dist.ranks.agreement import Ranks
-from lightning_dist.ranks.membership import StopConsensus
+from lightning_dist.ranks.agreement import Ranks, StopConsensus
 
 LIMIT = timedelta(seconds=30)
 

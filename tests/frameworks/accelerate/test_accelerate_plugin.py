@@ -25,7 +25,7 @@ from wandb_runs import config, history
 from lightning_dist import OneBitAdam
 from lightning_dist.accelerate import AsyncStateCheckpointer, CompressedDDPPlugin, local_updates
 from lightning_dist.base.versions import release
-from lightning_dist.frameworks.accelerate import roll_call
+from lightning_dist.frameworks.accelerate import compression as roll_call
 from lightning_dist.ranks import channel
 
 pytest.importorskip("accelerate")

@@ -41,7 +41,7 @@ from lightning_dist.measurement import calibration
 from lightning_dist.profiling.analysis.breakdown import analyse, exposed_in
 from lightning_dist.profiling.analysis.intervals import difference
 from lightning_dist.profiling.capture.events import PHASES
-from lightning_dist.profiling.whatif import costs
+from lightning_dist.profiling.whatif import predict as costs
 from lightning_dist.profiling.whatif.observe import observe
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(2)]

@@ -18,8 +18,7 @@ from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.report.tables import facts, ranks_table
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.session.live import metrics_of
-from lightning_dist.profiling.whatif.costs import Costs
-from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.profiling.whatif.predict import Costs, with_whatif
 
 
 def waits(*steps: dict[int, int]) -> Array:

@@ -27,9 +27,8 @@ from lightning_dist.profiling.analysis.parts import (
 )
 from lightning_dist.profiling.analysis.summarize import pick_steps, summarize
 from lightning_dist.profiling.capture.events import LinkRecord
-from lightning_dist.profiling.report.figures import most_telling
+from lightning_dist.profiling.report.figures import most_telling, write_report
 from lightning_dist.profiling.report.files import write_files
-from lightning_dist.profiling.report.page import write_report
 from lightning_dist.profiling.report.tables import (
     buckets_table,
     facts,
@@ -40,8 +39,7 @@ from lightning_dist.profiling.report.tables import (
 )
 from lightning_dist.profiling.report.terminal import print_summary
 from lightning_dist.profiling.run import Run, read_run
-from lightning_dist.profiling.whatif.costs import Costs
-from lightning_dist.profiling.whatif.predict import with_whatif
+from lightning_dist.profiling.whatif.predict import Costs, with_whatif
 
 
 def test_the_text_of_the_page() -> None:

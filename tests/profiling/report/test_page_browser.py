@@ -13,7 +13,7 @@ from summaries import a_summary, a_timeline, a_whatif, sampled
 
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline, TimelineSpan
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.report.page import write_report
+from lightning_dist.profiling.report.figures import write_report
 from lightning_dist.profiling.run import Run
 
 pytestmark = pytest.mark.slow

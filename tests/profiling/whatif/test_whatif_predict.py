@@ -11,9 +11,17 @@ from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, w
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import LEAST_TOLERANCE, local_scenarios, predict
-from lightning_dist.profiling.whatif.predictions import LABEL, Prediction, remark
-from lightning_dist.profiling.whatif.scenarios import FORMS, Link, Scenario, elsewhere, scenarios_of
-from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
+from lightning_dist.profiling.whatif.scenarios import (
+    FORMS,
+    LABEL,
+    Link,
+    Prediction,
+    Scenario,
+    elsewhere,
+    remark,
+    scenarios_of,
+)
+from lightning_dist.reducer.units.base import UNIT_ELEMENTS
 
 FP16 = {"codec": "fp16"}
 

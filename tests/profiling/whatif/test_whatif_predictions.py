@@ -14,12 +14,15 @@ from summaries import a_summary, a_whatif
 from whatif_runs import DDP
 
 from lightning_dist.measurement import calibration
-from lightning_dist.measurement.calibration import CANDIDATES, CodecCost, calibrate, to_measure
+from lightning_dist.measurement.calibration import calibrate, to_measure
+from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import write_summary
 from lightning_dist.profiling.report.tables import whatif_table
-from lightning_dist.profiling.whatif.costs import (
+from lightning_dist.profiling.whatif.observe import observe
+from lightning_dist.profiling.whatif.predict import (
+    MEASURES,
     NAME,
     Costs,
     Status,
@@ -27,11 +30,10 @@ from lightning_dist.profiling.whatif.costs import (
     read_costs,
     runs_compiled,
     seconds_of,
+    with_whatif,
     write_costs,
 )
-from lightning_dist.profiling.whatif.observe import observe
-from lightning_dist.profiling.whatif.predict import MEASURES, with_whatif
-from lightning_dist.profiling.whatif.predictions import (
+from lightning_dist.profiling.whatif.scenarios import (
     LABEL,
     Predictions,
     headline,

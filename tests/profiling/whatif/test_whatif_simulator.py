@@ -29,22 +29,23 @@ from whatif_runs import (
 
 from lightning_dist.cli import app
 from lightning_dist.measurement import calibration
-from lightning_dist.measurement.calibration import CodecCost
+from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
-from lightning_dist.profiling.whatif.predictions import Predictions, name_of
 from lightning_dist.profiling.whatif.scenarios import (
     Bucket,
     Link,
+    Predictions,
     Scenario,
     elsewhere,
+    name_of,
     scenarios_of,
 )
 from lightning_dist.profiling.whatif.simulator import SimulatedStep, collectives, simulate_step
 from lightning_dist.ranks import Topology, traffic
-from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
+from lightning_dist.reducer.units.base import UNIT_ELEMENTS
 
 SLOW = Link(rate=1e6)
 PAIR = Scenario("ddp", "flat", (1, 1), SLOW)

@@ -17,7 +17,7 @@ from lightning_dist.frameworks.accelerate.accelerator import Accelerator
 from lightning_dist.frameworks.accelerate.async_state import files, folders
 from lightning_dist.frameworks.accelerate.async_state.scratch import Scratch, sweep
 from lightning_dist.ranks.agreement import Ranks, destroy, new_group_of_all
-from lightning_dist.settings.saving import FilesSettings
+from lightning_dist.settings.run import FilesSettings
 from lightning_dist.settings.signatures import takes
 
 if TYPE_CHECKING:

@@ -18,19 +18,19 @@ from lightning_dist.frameworks.lightning.checkpoint.file_names import (
     CheckpointNames,
     callbacks_of,
 )
-from lightning_dist.frameworks.lightning.checkpoint.find_last import (
+from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
+from lightning_dist.frameworks.lightning.checkpoint.resume import (
     LastCheckpoint,
     list_in,
+    resume_io,
 )
-from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
-from lightning_dist.frameworks.lightning.checkpoint.resume import resume_io
 from lightning_dist.frameworks.lightning.checkpoint.session import CheckpointSession
-from lightning_dist.frameworks.lightning.checkpoint.supported import (
+from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     require_effective,
     require_supported,
     weights_may_change,
 )
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 from lightning_dist.settings.signatures import refuse_unknown, shows_arguments_of, takes
 from lightning_dist.sync.arguments import (
     refuse_pytorch_lightning,

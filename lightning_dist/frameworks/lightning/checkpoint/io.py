@@ -16,7 +16,7 @@ from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.private import restricted
 from lightning_dist.ranks.agreement import Ranks
-from lightning_dist.settings.saving import CheckpointIOSettings
+from lightning_dist.settings.run import CheckpointIOSettings
 from lightning_dist.settings.signatures import takes
 
 

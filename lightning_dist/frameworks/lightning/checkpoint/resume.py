@@ -1,31 +1,213 @@
-"""The checkpoint that a training goes on from: the same one on all ranks, verified by rank 0, and
-of the same model.
-"""
+"""Checkpoints that a trainer resumes from: found, verified, read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_dist.checkpoint.disk.format import CheckpointError, no_checkpoint
-from lightning_dist.checkpoint.disk.scan import verify
-from lightning_dist.checkpoint.disk.storage import storage_of
+from lightning_dist.checkpoint.disk.folder_owner import Lock, is_owned, is_settled, own
+from lightning_dist.checkpoint.disk.format import NAME, CheckpointError, no_checkpoint
+from lightning_dist.checkpoint.disk.scan import SUFFIX, Description, describe, newest_valid, verify
+from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.checkpoint.private import loads_by_itself
+from lightning_dist.checkpoint.saves import cannot_open
+from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint import private
-from lightning_dist.frameworks.lightning.checkpoint.find_last import (
-    LastCheckpoint,
-    without_manifest,
-)
 from lightning_dist.frameworks.lightning.checkpoint.io import AsyncTorchCheckpointIO, is_http
 from lightning_dist.ranks.agreement import describe_error, error_from
+
+_PATIENCE = 60.0
+"""Seconds that other ranks wait for rank 0 to own a folder."""
+
+
+@dataclass
+class LastCheckpoint:
+    """Finds the last checkpoint in the folder of one callback.
+
+    Lightning asks on every rank before there is a process group, so it is done in three steps:
+    each rank looks at headers; the set-up compares what the ranks found; when it is to be loaded,
+    rank 0 chooses again, with everything read.
+
+    Args:
+        check: whether to read everything.
+        lock: whether the folder has a lock; otherwise nothing is cleaned up.
+    """
+
+    check: bool
+    lock: bool = True
+    found: str | None = None
+    """The path that was returned to Lightning."""
+    _folder: str = ""
+    _suffix: str = SUFFIX
+    _list_others: Callable[[], Iterable[str]] = tuple
+    _problem: Exception | None = None
+    _lock: Lock | None = None
+
+    def find(
+        self,
+        trainer: pl.Trainer,
+        folder: str,
+        list_others: Callable[[], Iterable[str]],
+        *,
+        suffix: str = SUFFIX,
+    ) -> str | None:
+        """The newest by its headers; a failure of one of several ranks is raised by :meth:`agree`.
+
+        Args:
+            list_others: see :func:`newest_checkpoint`; asked when the folder is at rest.
+            suffix: of the names of checkpoints.
+        """
+        self.forget()
+        self._folder, self._list_others, self._suffix = folder, list_others, suffix
+        try:
+            self._settle(trainer)
+            newest = newest_checkpoint(folder, list_others(), check=False, suffix=suffix)
+            self.found = None if newest is None else _for_lightning(newest)
+        except (CheckpointError, ValueError, OSError) as error:
+            self.release()
+            if trainer.world_size == 1:
+                raise
+            self._problem = error
+        return self.found
+
+    def _settle(self, trainer: pl.Trainer) -> None:
+        """Wait for the writer of a dead trainer, and remove what it left half done."""
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        storage, inside = storage_of(self._folder)
+        if not fitting or not self.lock or not isinstance(storage, LocalStorage):
+            return
+        if not is_owned(self._folder) and not storage.leftovers(inside):
+            return  # its last trainer has ended in good order
+        if trainer.is_global_zero:
+            try:
+                self._lock = own(self._folder)
+            except (ValueError, CheckpointError, OSError) as error:
+                raise ValueError(cannot_open(self._folder, error)) from error
+            return
+        deadline = time.monotonic() + _PATIENCE
+        while not is_settled(self._folder) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def agree(self, trainer: pl.Trainer) -> None:
+        """Compare what the ranks found. Collective.
+
+        Raises:
+            ValueError: on all ranks, if only some found one, or rank 0 cannot own the folder.
+            CheckpointError: on all ranks, if none of the checkpoints is whole.
+        """
+        strategy, problem = trainer.strategy, self._problem
+        lost = isinstance(problem, CheckpointError)
+        first, lost = strategy.broadcast((str(problem) if problem else "", lost))
+        if first:
+            raise CheckpointError(first) if lost else ValueError(first)
+        found = self.found is not None
+        some = strategy.reduce_boolean_decision(found, all=False)
+        if some and not strategy.reduce_boolean_decision(found, all=True):
+            raise ValueError(
+                f"ckpt_path='last' found a checkpoint in {self._folder} on some ranks, and none on "
+                "others; put the folder where all ranks see it, or give the path of a file that "
+                f"exists on every node{f' ({problem})' if problem else ''}"
+            )
+
+    def choose(self) -> str | None:
+        """The checkpoint to load; on rank 0, for all.
+
+        Raises:
+            CheckpointError: none of them is whole.
+        """
+        others = self._list_others()
+        return newest_checkpoint(self._folder, others, check=self.check, suffix=self._suffix)
+
+    def release(self) -> None:
+        """Release the folder, unless this process owns it otherwise too."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    def forget(self) -> None:
+        """The fit has ended, or never began."""
+        self.release()
+        self.found = self._problem = None
+
+
+def newest_checkpoint(
+    folder: str, others: Iterable[str], *, check: bool = True, suffix: str = SUFFIX
+) -> str | None:
+    """The newest whole checkpoint of ours in ``folder``, or one of ``others`` if that is newer.
+
+    Args:
+        others: paths of checkpoints that somebody else may have written, with torch.save.
+        check: read everything; otherwise headers have to do.
+        suffix: of the names of checkpoints.
+
+    Raises:
+        CheckpointError: there are some of ours, and none is whole.
+    """
+    ours = newest_valid(folder, check=check, suffix=suffix)
+    best, time_ns = (None, 0) if ours is None else (ours.path, _created_ns(ours))
+    for path in sorted(others):
+        try:
+            found = describe(path)
+            is_newer = found.origin is None and _modified_ns(path) > time_ns
+            if not is_newer and (ours is None or found.origin != ours.origin or best != ours.path):
+                continue
+            if check and not (best and _is_same_file(best, path)):
+                verify(path)
+            # or else it is the same checkpoint under the name that Lightning expects
+            best, time_ns = path, _modified_ns(path) if is_newer else time_ns
+        except (CheckpointError, OSError) as error:
+            rank_zero.warn(f"Skipping a damaged checkpoint: {error}")
+    return best
+
+
+def list_in(folder: str, paths: Iterable[str]) -> list[str]:
+    """``paths`` of files in ``folder``, which filesystems name without their protocol."""
+    storage, _ = storage_of(folder)
+    if isinstance(storage, LocalStorage):
+        return list(paths)
+    return [f"{folder.rstrip('/')}/{path.rsplit('/', 1)[-1]}" for path in paths]
+
+
+def without_manifest(path: str) -> str:
+    """The folder of shards, if ``path`` is that of its manifest."""
+    return path.removesuffix(f"/{NAME}")
+
+
+def _for_lightning(path: str) -> str:
+    """Lightning asks for the time of a file, and folders of object stores have none."""
+    storage, inside = storage_of(path)
+    if isinstance(storage, LocalStorage) or not storage.is_folder(inside):
+        return path
+    return f"{path}/{NAME}"
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    """Under two names; never on object stores."""
+    (storage, path), (_, other_path) = storage_of(one), storage_of(other)
+    if not isinstance(storage, LocalStorage):
+        return False
+    return os.path.isfile(path) and os.path.samefile(path, other_path)
+
+
+def _created_ns(description: Description) -> int:
+    assert description.origin is not None
+    return description.origin.created_ns
+
+
+def _modified_ns(path: str) -> int:
+    storage, inside = storage_of(path)
+    return storage.modified_ns(inside)
 
 
 class ResumeCheckpointIO(AsyncTorchCheckpointIO):

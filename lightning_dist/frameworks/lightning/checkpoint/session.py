@@ -1,8 +1,9 @@
-"""The checkpoints of one fit: a checkpointer where this rank writes, decisions on all ranks."""
+"""Checkpoints of one fit: decisions on all ranks, and a ModelCheckpoint's books."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import proxy
@@ -19,11 +20,6 @@ from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.frameworks.lightning import rank_zero
-from lightning_dist.frameworks.lightning.checkpoint.bookkeeping import (
-    Displaced,
-    Scores,
-    forget,
-)
 from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
 from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     report_committed,
@@ -31,7 +27,71 @@ from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
 )
 from lightning_dist.frameworks.lightning.ddp import meet
 from lightning_dist.ranks.agreement import Facts, Ranks, destroy, new_group_of_all
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
+
+Scores = Mapping[str, Tensor]
+"""Scores of checkpoints by path."""
+
+
+class Displaced:
+    """Entries that each save removed from ``best_k_models``, until it has succeeded or failed."""
+
+    def __init__(self) -> None:
+        self._by: dict[str, dict[str, Tensor]] = {}
+
+    def note(self, path: str, *, before: Scores, after: Scores) -> None:
+        """A save of ``path`` has been asked for, and changed ``best_k_models`` so."""
+        self._by[path] = {
+            old: score for old, score in before.items() if old not in after or old == path
+        }
+
+    def commit(self, path: str) -> None:
+        """``path`` is there."""
+        self._by.pop(path, None)
+
+    def fail_all(self, paths: Iterable[str]) -> dict[str, Tensor]:
+        """None of ``paths`` was written; what is among the best again."""
+        back: dict[str, Tensor] = {}
+        for path in paths:
+            back.pop(path, None)
+            back.update(self.fail(path))
+        return back
+
+    def fail(self, path: str) -> Scores:
+        """``path`` was not written; what is among the best again."""
+        back = self._by.pop(path, {})
+        for displaced in self._by.values():
+            if path in displaced:  # the save that displaced it would have displaced these
+                del displaced[path]
+                displaced.update(back)
+                return {}
+        return back
+
+
+def forget(callback: ModelCheckpoint, path: str, *, kept: str, back: Scores | None = None) -> None:
+    """Take ``path`` out of the paths that users read.
+
+    Args:
+        callback: whose paths they are.
+        path: where a file should have been.
+        kept: the newest checkpoint that is there, or an empty string.
+        back: what is among the best again.
+    """
+    callback.best_k_models.pop(path, None)
+    callback.best_k_models.update(back or {})
+    if callback.last_model_path == path:
+        callback.last_model_path = kept
+    if callback.monitor is None:
+        if callback.best_model_path == path:
+            callback.best_model_path = kept
+        return
+    best, worst = (min, max) if callback.mode == "min" else (max, min)
+    models = callback.best_k_models
+    callback.best_model_path = best(models, key=models.__getitem__) if models else ""
+    callback.best_model_score = models.get(callback.best_model_path)
+    callback.kth_best_model_path = worst(models, key=models.__getitem__) if models else ""
+    if models:
+        callback.kth_value = models[callback.kth_best_model_path]
 
 
 class CheckpointSession(Saves):

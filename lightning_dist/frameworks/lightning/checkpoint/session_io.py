@@ -14,7 +14,7 @@ from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning_dist.checkpoint.checkpointer import Checkpointer
-    from lightning_dist.ranks.spread import Spread
+    from lightning_dist.ranks.facts import Spread
     from lightning_dist.sync.base import Sync
 
 

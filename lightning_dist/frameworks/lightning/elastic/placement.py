@@ -13,24 +13,22 @@ from lightning_dist.elastic.data.plan import MicroBatch, Position
 from lightning_dist.elastic.progress import KEY, Generators
 from lightning_dist.elastic.session import Placement, Session
 from lightning_dist.frameworks.lightning import rank_zero
-from lightning_dist.frameworks.lightning.checkpoint.supported import weights_may_change
 from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     log_values,
     report_committed,
     save_trainer,
+    weights_may_change,
 )
 from lightning_dist.frameworks.lightning.elastic import private
-from lightning_dist.frameworks.lightning.elastic.connectors import (
-    Preempted,
-    requeue,
-)
 from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
 from lightning_dist.frameworks.lightning.elastic.loops import (
+    Preempted,
     place_at_epoch_begin,
     place_within_epoch,
+    requeue,
 )
 from lightning_dist.frameworks.lightning.model_parallel import SyncModelParallelStrategy
-from lightning_dist.ranks.membership import Membership
+from lightning_dist.ranks.agreement import Membership
 
 
 class TrainerPlacement(Placement):

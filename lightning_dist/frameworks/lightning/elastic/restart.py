@@ -20,12 +20,21 @@ from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import Session
 from lightning_dist.frameworks.lightning.base import BeforeSetup, SyncStrategy
 from lightning_dist.frameworks.lightning.checkpoint.resume import resume_io
-from lightning_dist.frameworks.lightning.checkpoint.supported import (
+from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     require_effective,
     require_supported,
 )
 from lightning_dist.frameworks.lightning.elastic import private
-from lightning_dist.frameworks.lightning.elastic.connectors import (
+from lightning_dist.frameworks.lightning.elastic.data import (
+    TrainerDeal,
+    is_trial,
+    refuse_choices,
+    require_loadable_hparams,
+    require_own_folder,
+    require_plain_trainer,
+    require_recoverable_fit,
+)
+from lightning_dist.frameworks.lightning.elastic.loops import (
     NoticeConnector,
     Preempted,
     RestartConnector,
@@ -34,21 +43,11 @@ from lightning_dist.frameworks.lightning.elastic.connectors import (
     place_sources,
     restore_usual,
 )
-from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
 from lightning_dist.frameworks.lightning.elastic.placement import TrainerPlacement
 from lightning_dist.frameworks.lightning.elastic.recovery import RecoveringPlacement
-from lightning_dist.frameworks.lightning.elastic.refusals import (
-    is_trial,
-    refuse_choices,
-    require_loadable_hparams,
-    require_own_folder,
-    require_plain_trainer,
-    require_recoverable_fit,
-)
 from lightning_dist.frameworks.lightning.launcher import follow_launcher
-from lightning_dist.ranks.membership import Membership
-from lightning_dist.settings.run import RunSettings
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.ranks.agreement import Membership
+from lightning_dist.settings.run import CheckpointSettings, RunSettings
 from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.arguments import refuse_pytorch_lightning
 

@@ -28,7 +28,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_dist import AsyncCheckpoint, AsyncTorchCheckpointIO
 from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
-from lightning_dist.frameworks.lightning.checkpoint.supported import require_supported
+from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import require_supported
 
 
 def checkpoint(folder: Path, **arguments: Any) -> AsyncCheckpoint:

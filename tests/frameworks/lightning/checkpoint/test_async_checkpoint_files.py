@@ -28,7 +28,7 @@ from lightning_dist.checkpoint import reading
 from lightning_dist.checkpoint.disk import scan
 from lightning_dist.checkpoint.disk.folder_owner import LOCK, own
 from lightning_dist.checkpoint.disk.format import CheckpointError
-from lightning_dist.frameworks.lightning.checkpoint import find_last, resume
+from lightning_dist.frameworks.lightning.checkpoint import resume
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -289,7 +289,7 @@ def test_the_folder_is_at_rest_before_anything_is_looked_for(
         held.append(own(path))
         return held[-1]
 
-    monkeypatch.setattr(find_last, "own", wait_and_own)
+    monkeypatch.setattr(resume, "own", wait_and_own)
     assert resumed(folder) == "step=6.ckpt"
     assert len(held) == 1
     assert held[0].owners == 0
@@ -315,7 +315,7 @@ def test_a_fit_that_never_begins_gives_the_folder_back(tmp_path: Path) -> None:
 
 def test_verify_never_reads_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(callback(tmp_path, save_last=True), max_epochs=1)
-    for module in (scan, reading, resume, find_last):
+    for module in (scan, reading, resume):
         monkeypatch.setattr(module, "verify", lambda path: pytest.fail(f"verified {path}"))
     assert resumed(tmp_path, verify="never") == "last.ckpt"
 
@@ -323,7 +323,7 @@ def test_verify_never_reads_headers_only(tmp_path: Path, monkeypatch: pytest.Mon
 def test_it_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(callback(tmp_path), max_epochs=1)
     read: list[str] = []
-    for module in (scan, reading, resume, find_last):
+    for module in (scan, reading, resume):
         verify = module.verify
         monkeypatch.setattr(
             module, "verify", lambda path, v=verify: (read.append(path), v(path))[1]

@@ -34,9 +34,9 @@ from lightning_dist.checkpoint.disk.format import CheckpointError, Origin
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.frameworks.lightning.checkpoint import async_checkpoint
-from lightning_dist.frameworks.lightning.checkpoint.bookkeeping import Displaced
+from lightning_dist.frameworks.lightning.checkpoint.session import Displaced
 from lightning_dist.ranks.agreement import Ranks
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 PAIRS: dict[str, list[dict[str, Any]]] = {
     "one name": [

@@ -45,7 +45,7 @@ from lightning_dist.frameworks.lightning.launcher import (
 )
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.settings.declared import settings_of
-from lightning_dist.settings.saving import CheckpointSettings
+from lightning_dist.settings.run import CheckpointSettings
 
 
 def starts(folder: Path) -> list[dict[str, Any]]:

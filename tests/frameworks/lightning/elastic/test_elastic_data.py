@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from lightning_dist import ElasticLoop
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.sampling import EndsAtSecondSignal
-from lightning_dist.frameworks.lightning.elastic.connectors import KeptSource
 from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
+from lightning_dist.frameworks.lightning.elastic.loops import KeptSource
 
 
 def weighted() -> DataLoader:

@@ -17,7 +17,7 @@ from processes import Finished, run
 from lightning_dist.checkpoint.disk.scan import newest_valid
 from lightning_dist.elastic.process.lifecycle import EXIT_UNSAVED
 from lightning_dist.elastic.process.watchdog import EXIT_STUCK
-from lightning_dist.frameworks.lightning.elastic.connectors import Preempted, requeue
+from lightning_dist.frameworks.lightning.elastic.loops import Preempted, requeue
 
 MAIN = """
 import signal, sys, os, threading

@@ -1,1 +1,0 @@
-"""What the strategies of Lightning and Fabric share."""
