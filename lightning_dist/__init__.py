@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_dist._version import __version__
-from lightning_dist.base.after_import import after_import
-from lightning_dist.base.optional import needed_by
+from lightning_dist.base.optional import after_import, needed_by
 
 if TYPE_CHECKING:
     from lightning_dist.codecs import (
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
         LocalUpdateModelParallelStrategy,
     )
     from lightning_dist.frameworks.lightning.strategy import CompressedDDPStrategy
-    from lightning_dist.profiling.run import CompressionError, ExchangedVolume
+    from lightning_dist.profiling.metrics import CompressionError, ExchangedVolume
     from lightning_dist.sync.ddp import compress_ddp
     from lightning_dist.sync.fsdp.attach import compress_fsdp
     from lightning_dist.sync.local.updates import local_updates

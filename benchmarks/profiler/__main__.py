@@ -25,7 +25,7 @@ from benchmarks.profiler import rank
 from benchmarks.profiler.link_packets import LinkPackets, noted, packets_of
 from benchmarks.profiler.tables import CLOCKS, COST, TRUTH, WIRE
 from lightning_dist.profiling.analysis.breakdown import analyse
-from lightning_dist.profiling.analysis.intervals import union
+from lightning_dist.profiling.analysis.parts import union
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.run import read_run
 

@@ -14,7 +14,7 @@ from lightning_dist.codecs.int4 import Int4
 from lightning_dist.codecs.int8 import Int8
 from lightning_dist.codecs.memory import ErrorFeedback, Memory, NoMemory
 from lightning_dist.codecs.none import NoCompression, Uncompressed
-from lightning_dist.codecs.options import parse_codec
+from lightning_dist.codecs.options import CodecTable, parse_codec
 from lightning_dist.codecs.policies import (
     NORMS_BIASES_EMBEDDINGS,
     ByName,
@@ -25,7 +25,6 @@ from lightning_dist.codecs.powersgd import PowerSGD
 from lightning_dist.codecs.qsgd import QSGD
 from lightning_dist.codecs.randomk import RandomK
 from lightning_dist.codecs.sign import Sign
-from lightning_dist.codecs.table import CodecTable
 from lightning_dist.codecs.terngrad import TernGrad
 from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.codecs.topk import TopK

@@ -1,4 +1,7 @@
-"""A recorded run, read from the files of all ranks, and its metrics."""
+"""The folder of one profiled run: ``rank<r>.jsonl`` of every rank, and what is made of them.
+
+The lines are the truth; everything else in the folder can be made again from them.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec.structs import replace
-from torch import Tensor
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_dist.profiling.capture.events import (
@@ -32,102 +31,6 @@ from lightning_dist.profiling.capture.events import (
     StepRecord,
     from_line,
 )
-
-_COUNTERS = ("steps", "raw_bytes", "wire_bytes")
-
-
-class ExchangedVolume(Metric):
-    """Bytes that a rank sends in a synchronised step, or the compression ratio.
-
-    The mean over ranks and steps since the last reset; with ``on_epoch=True`` that is the epoch::
-
-        def on_train_batch_end(self, *args):
-            self.volume.update(self.trainer.strategy.comm_stats())
-            self.log("sent_bytes", self.volume, on_step=False, on_epoch=True)
-
-    Args:
-        ratio: bytes that uncompressed DDP would have sent over those that were sent, instead of
-            bytes per step.
-        kwargs: as of any ``torchmetrics.Metric``.
-    """
-
-    is_differentiable = False
-    full_state_update = False
-    steps: Tensor
-    raw_bytes: Tensor
-    wire_bytes: Tensor
-
-    def __init__(self, *, ratio: bool = False, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._ratio = ratio
-        self._counted = dict.fromkeys(_COUNTERS, 0)
-        for name in _COUNTERS:
-            self.add_state(name, torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, stats: Mapping[str, Any]) -> None:
-        """Count what was sent since the last update.
-
-        Args:
-            stats: ``comm_stats()`` of a strategy, a hook or a plugin, which counts from its start;
-                nothing is counted where it is empty.
-        """
-        if not stats:
-            return
-        if stats["steps"] < self._counted["steps"]:  # of another training
-            self._counted = dict.fromkeys(_COUNTERS, 0)
-        for name in _COUNTERS:
-            setattr(self, name, getattr(self, name) + stats[name] - self._counted[name])
-        self._counted = {name: stats[name] for name in _COUNTERS}
-
-    def compute(self) -> Tensor:
-        """NaN where no step was synchronised, or for the ratio where nothing was sent."""
-        if self._ratio:
-            return self.raw_bytes / self.wire_bytes
-        return self.wire_bytes / self.steps
-
-
-class CompressionError(Metric):
-    """Relative L2 error of what ranks have encoded, ``|p - C(p)| / |p|``.
-
-    ``p`` is the gradient of a bucket with the residual of error feedback, ``C(p)`` its compressed
-    form. The mean over ranks and samples since the last reset; ``CommProfiler`` takes a sample
-    every ``error_every_n_steps`` steps, of a model whose gradients are compressed::
-
-        def on_train_batch_end(self, *args):
-            self.error.update(self.profiler.errors)
-            self.log("compression_error", self.error, on_step=False, on_epoch=True)
-
-    Args:
-        kwargs: as of any ``torchmetrics.Metric``.
-    """
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-    total: Tensor
-    samples: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._newest: ErrorRecord | None = None
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, errors: Sequence[ErrorRecord]) -> None:
-        """Count samples that are new since the last update.
-
-        Args:
-            errors: :attr:`CommProfiler.errors <lightning_dist.CommProfiler.errors>`, oldest first.
-        """
-        for error in takewhile(lambda each: each is not self._newest, reversed(errors)):
-            self.total += error.relative_l2
-            self.samples += 1
-        self._newest = errors[-1] if errors else None
-
-    def compute(self) -> Tensor:
-        """NaN where nothing was sampled, as where nothing is compressed."""
-        return self.total / self.samples
-
 
 _NAME = re.compile(r"rank(\d+)\.jsonl")
 _DRIFT = 1e-4

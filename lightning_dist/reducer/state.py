@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dist.base.private import tensors_in
 from lightning_dist.codecs.base import Codec
-from lightning_dist.exchange.replicate import bits_digest
+from lightning_dist.exchange.rounds import bits_digest
 from lightning_dist.ranks.facts import Facts, Spread, all_facts, differences, gather
 from lightning_dist.reducer.network import Network, Rows
 from lightning_dist.reducer.plan.slices import ParameterSlice

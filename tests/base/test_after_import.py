@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_dist.base.after_import import after_import
+from lightning_dist.base.optional import after_import
 
 
 @pytest.fixture

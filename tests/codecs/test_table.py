@@ -35,7 +35,7 @@ from lightning_dist.codecs import (
     resolve_codec,
     warmup,
 )
-from lightning_dist.codecs.table import CodecTable
+from lightning_dist.codecs.options import CodecTable
 from lightning_dist.settings.exchange import ExchangeSettings
 
 

@@ -15,8 +15,15 @@ from lightning_dist.base import exchanges
 from lightning_dist.base.exchanges import EXCHANGES, ExchangeKind, register_exchange
 from lightning_dist.codecs import FP16, Int8, Payload, Plane
 from lightning_dist.exchange import rounds
-from lightning_dist.exchange.replicate import replicate
-from lightning_dist.exchange.rounds import AllGather, AllReduce, Exchange, TwoShot, row_bytes, views
+from lightning_dist.exchange.rounds import (
+    AllGather,
+    AllReduce,
+    Exchange,
+    TwoShot,
+    replicate,
+    row_bytes,
+    views,
+)
 from lightning_dist.ranks import Topology, host_name
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.facts import Facts, all_facts, require_equal

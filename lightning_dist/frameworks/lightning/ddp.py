@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_dist.elastic.recovery.regroup import refuse_recovery
 from lightning_dist.frameworks.lightning.base import SyncStrategy
 from lightning_dist.frameworks.lightning.checkpoint.session_io import add_state
-from lightning_dist.frameworks.lightning.fit_results import ResultsLauncher
-from lightning_dist.frameworks.lightning.launcher import init_process_group
+from lightning_dist.frameworks.lightning.launcher import ResultsLauncher, init_process_group
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
 from lightning_dist.settings.run import RecoverySettings

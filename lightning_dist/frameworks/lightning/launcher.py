@@ -1,11 +1,14 @@
 """Process group, devices and nodes as the launcher has them, whatever the script says.
 
 A job that goes on with fewer or more ranks runs the same script, in which ``devices`` and
-``num_nodes`` are those of the first start.
+``num_nodes`` are those of the first start. Of a fit by spawn or fork the report comes back.
 """
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +20,47 @@ from typing_extensions import override
 
 from lightning_dist.elastic.launcher.rendezvous import attempt_store
 from lightning_dist.frameworks.lightning import rank_zero
-from lightning_dist.frameworks.lightning.private import group_timeout, init_process_group_over
+from lightning_dist.frameworks.lightning.private import (
+    MultiProcessingLauncher,
+    group_timeout,
+    init_process_group_over,
+)
 from lightning_dist.ranks.launch import Launch
+from lightning_dist.sync.arguments import Reports
+
+_KEY = "lightning_dist"
+
+
+class FitResults:
+    """Report of a fit that is over. Its topology is without its groups."""
+
+    def __init__(self, reports: Reports) -> None:
+        self.topology = replace(reports.topology, intra_group=None, inter_group=None)
+        self._stats, self._config = reports.comm_stats(), reports.comm_config()
+
+    def comm_stats(self) -> Mapping[str, Any]:
+        return self._stats
+
+    def comm_config(self) -> dict[str, Any]:
+        return self._config
+
+
+class ResultsLauncher(MultiProcessingLauncher):
+    """Sends the report of local rank 0 to the process that called ``trainer.fit``."""
+
+    @override
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        extra = super().get_extra_results(trainer)
+        if trainer.strategy.sync is not None:
+            # As bytes: Lightning looks for tensors in all else, and changes it.
+            extra[_KEY] = pickle.dumps(FitResults(trainer.strategy.sync))
+        return extra
+
+    @override
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        if _KEY in extra:
+            trainer.strategy.ended = pickle.loads(extra.pop(_KEY))
+        super().update_main_process_results(trainer, extra)
 
 
 class ElasticEnvironment(TorchElasticEnvironment):

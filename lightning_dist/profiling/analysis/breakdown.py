@@ -8,15 +8,18 @@ from typing import Any
 
 from msgspec.structs import astuple, replace
 
-from lightning_dist.profiling.analysis.intervals import (
+from lightning_dist.profiling.analysis.parts import (
+    EXPOSED,
+    PARTS,
     Interval,
     Intervals,
+    Timeline,
+    TimelineSpan,
     difference,
     intersection,
     length,
     union,
 )
-from lightning_dist.profiling.analysis.parts import EXPOSED, PARTS, Timeline, TimelineSpan
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, PHASES, BucketTimes, StepRecord
 from lightning_dist.profiling.run import Run
 

@@ -13,9 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of, unknown_wait
-from lightning_dist.profiling.analysis.intervals import Interval, difference, length, union
 from lightning_dist.profiling.analysis.metrics import count
-from lightning_dist.profiling.analysis.parts import PARTS, BucketSummary, TimelineSpan
+from lightning_dist.profiling.analysis.parts import (
+    PARTS,
+    BucketSummary,
+    Interval,
+    TimelineSpan,
+    difference,
+    length,
+    union,
+)
 from lightning_dist.profiling.run import RankRun, Run
 
 MS = 1e6

@@ -18,9 +18,8 @@ from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from lightning_dist.base.shared_folder import replace_file
-from lightning_dist.profiling.analysis.intervals import lanes
 from lightning_dist.profiling.analysis.metrics import METRICS, finite, format_value, why
-from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline, TimelineSpan
+from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline, TimelineSpan, lanes
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, PHASES
 from lightning_dist.profiling.report import figures, tables
 from lightning_dist.profiling.report.tables import View, missing

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_dist.base.shared_folder import replace_file
-from lightning_dist.profiling.analysis.intervals import difference, lanes
-from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
+from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan, difference, lanes
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET
 
 Event: TypeAlias = dict[str, Any]

@@ -17,8 +17,7 @@ from msgspec import structs
 
 from lightning_dist.elastic.process.lifecycle import PreemptionListener
 from lightning_dist.profiling.analysis.breakdown import blocked_in, exposed_in, raw_of
-from lightning_dist.profiling.analysis.intervals import difference, length, union
-from lightning_dist.profiling.analysis.parts import Summary
+from lightning_dist.profiling.analysis.parts import Summary, difference, length, union
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, ErrorRecord, StepRecord
 from lightning_dist.profiling.whatif.scenarios import DDP
 

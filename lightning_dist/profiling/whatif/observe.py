@@ -12,8 +12,7 @@ import numpy as np
 
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
-from lightning_dist.profiling.analysis.intervals import length, union
-from lightning_dist.profiling.analysis.parts import TimelineSpan
+from lightning_dist.profiling.analysis.parts import TimelineSpan, length, union
 from lightning_dist.profiling.analysis.tables import Array, sample, step_table
 from lightning_dist.profiling.capture.events import (
     GLOO_AT_ONCE,

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import map_tensors, name_before_compile
-from lightning_dist.exchange.replicate import replicate
+from lightning_dist.exchange.rounds import replicate
 from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice

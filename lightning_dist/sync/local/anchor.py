@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.exchange.replicate import replicate
+from lightning_dist.exchange.rounds import replicate
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, strides_in_bucket
 from lightning_dist.reducer.reducer import Reducer

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import name_before_compile
-from lightning_dist.exchange.replicate import replicate
+from lightning_dist.exchange.rounds import replicate
 from lightning_dist.ranks.facts import Read, Spread, gather, run_of
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.exchange.replicate import bits_digest
+from lightning_dist.exchange.rounds import bits_digest
 from lightning_dist.ranks.traffic import ring_allreduce
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.plans import Handle

@@ -19,7 +19,7 @@ from lightning_dist.checkpoint.checkpointer import Checkpointer
 from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckpointError
 from lightning_dist.checkpoint.disk.scan import verify
-from lightning_dist.frameworks.accelerate.async_state.scratch import Scratch, sweep
+from lightning_dist.frameworks.accelerate.async_state.files import Scratch, sweep
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from lightning_dist import CommProfiler, compress_ddp
 from lightning_dist.accelerate import local_updates
 from lightning_dist.measurement import calibration
 from lightning_dist.profiling.analysis.breakdown import analyse, exposed_in
-from lightning_dist.profiling.analysis.intervals import difference
+from lightning_dist.profiling.analysis.parts import difference
 from lightning_dist.profiling.capture.events import PHASES
 from lightning_dist.profiling.whatif import predict as costs
 from lightning_dist.profiling.whatif.observe import observe

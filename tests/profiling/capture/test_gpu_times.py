@@ -15,7 +15,7 @@ from planted_gpu import MS, Collective, Gpu
 
 from lightning_dist.measurement.microbenchmark import StreamClock
 from lightning_dist.profiling.analysis.breakdown import exposed_in
-from lightning_dist.profiling.analysis.intervals import length
+from lightning_dist.profiling.analysis.parts import length
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import ThreadCompletionWatcher
 from lightning_dist.profiling.capture.session import Session, SessionSettings

@@ -14,7 +14,7 @@ from planted import MS, Planted, changed, check_identities, replace, replaced, t
 
 from lightning_dist.measurement.microbenchmark import HostClock
 from lightning_dist.profiling.analysis.breakdown import analyse
-from lightning_dist.profiling.analysis.intervals import (
+from lightning_dist.profiling.analysis.parts import (
     Interval,
     difference,
     intersection,

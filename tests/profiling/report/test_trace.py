@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from planted import Planted, twice
 
 from lightning_dist.profiling.analysis.breakdown import analyse, timeline
-from lightning_dist.profiling.analysis.intervals import lanes, length, union
-from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan
+from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan, lanes, length, union
 from lightning_dist.profiling.report.trace import write_trace
 
 MS = 1_000_000

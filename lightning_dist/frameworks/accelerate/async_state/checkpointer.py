@@ -15,7 +15,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Failure, Saves
 from lightning_dist.frameworks.accelerate.accelerator import Accelerator
 from lightning_dist.frameworks.accelerate.async_state import files, folders
-from lightning_dist.frameworks.accelerate.async_state.scratch import Scratch, sweep
+from lightning_dist.frameworks.accelerate.async_state.files import Scratch, sweep
 from lightning_dist.ranks.agreement import Ranks, destroy, new_group_of_all
 from lightning_dist.settings.run import FilesSettings
 from lightning_dist.settings.signatures import takes
