@@ -41,7 +41,7 @@ WITH_A_FRAMEWORK = {
 }
 """Files of other rooms that do."""
 NO_TORCH = (
-    *(f"base/{each}.py" for each in ("after_import", "console", "features", "log", "optional")),
+    *(f"base/{each}.py" for each in ("console", "features", "log", "optional")),
     "base/shared_folder.py",
     "base/exchanges.py",
     *(f"settings/{each}.py" for each in ("options", "resolve")),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, overl
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.base.private import loss_scale_of, map_tensors
@@ -83,12 +82,14 @@ class Sync(ABC):
     entry: ClassVar[str]
     """Function of plain PyTorch that attaches it."""
     of_one_model: ClassVar[bool] = False
-    """Whether a training has one model."""
+    """Whether a training has one model; its state in a checkpoint is then no list."""
+    is_own_object: ClassVar[bool] = False
+    """Whether Accelerate and ElasticLoop save it under a name of its own, and not with a model."""
     continues: ClassVar[bool] = True
     """Whether the next fit of a Trainer goes on from its state."""
     loads_scaler: ClassVar[bool] = False
     """Whether the state of the GradScaler is a part of this state: workers have different ones."""
-    counts_samples = False
+    counts_samples: bool = False
     """Whether :meth:`count_samples` must be called."""
 
     settings: ExchangeSettings
@@ -112,21 +113,39 @@ class Sync(ABC):
         return {}
 
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
-        """Take optimizers that step parameters of the model, beside those taken before. Collective.
+        """Take the optimizers that step parameters of the model, all in their order. Collective.
 
         Raises:
             ValueError: an optimizer that cannot be used with these settings.
         """
 
     def trains(self, optimizer: Optimizer) -> bool:
-        """True if ``optimizer`` steps a parameter of the model."""
+        """True if ``optimizer`` steps a parameter that is kept equal."""
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return not own.isdisjoint(self.model.parameters())
+        return not own.isdisjoint(self.names)
+
+    @property
+    def names(self) -> Mapping[Tensor, str]:
+        """Names of the parameters that are kept equal."""
+        return self._reporter.names
+
+    # Weakly: the model, whose hooks hold this object, must not keep optimizers alive.
+    _optimizers: Sequence[ref[Optimizer]] = ()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of :meth:`connect` that are still there."""
+        found = (each() for each in self._optimizers)
+        return [each for each in found if each is not None]
 
     @property
     @abstractmethod
     def model(self) -> nn.Module:
-        """The module itself, without DDP."""
+        """The module itself, without DDP, while it is there."""
+
+    def is_of(self, model: nn.Module) -> bool:
+        """True if this is what keeps ``model`` equal, which may be in wrappers."""
+        return any(each() is self for each in _attached_to(model))
 
     # Reports, which are those of the reducer unless there is none.
 
@@ -271,20 +290,29 @@ def sync_of(model: nn.Module, kind: type[_S]) -> _S | None: ...
 
 
 def sync_of(model: nn.Module, kind: type[Any] = Sync) -> Any:
-    """What keeps the replicas of ``model`` equal: the last one that was attached, of this kind.
+    """What keeps the replicas of ``model`` equal: the newest one of this kind that is not closed.
 
-    None if there is none, or it is closed. ``model`` may be in DDP.
+    ``model`` may be in DDP, or in a wrapper of Fabric's.
     """
-    last = _last_of(model, kind)
-    return None if last is None or last.closed else last
+    return next((each for each in syncs_of(model) if isinstance(each, kind)), None)
+
+
+def syncs_of(model: nn.Module) -> list[Sync]:
+    """All that keep replicas of ``model`` equal and are not closed, the newest first."""
+    found = (each() for each in reversed(_attached_to(model)))
+    return [each for each in found if each is not None and not each.closed]
 
 
 def continued(model: nn.Module, before: Sync | None) -> Sync | None:
-    """``before`` if it is the last one that was attached to ``model``, else None."""
-    return before if before is not None and _last_of(model, Sync) is before else None
+    """``before`` if it is the last one that was attached to ``model``, closed or not, else None."""
+    found = [each() for each in _attached_to(model)]
+    return before if before is not None and found and found[-1] is before else None
 
 
-def _last_of(model: nn.Module, kind: type[Any]) -> Any:
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    found = (each() for each in reversed(_attached.get(module, ())))
-    return next((each for each in found if isinstance(each, kind)), None)
+def _attached_to(model: nn.Module) -> Sequence[ref[Sync]]:
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        if inner in _attached:
+            return _attached[inner]
+        inner = getattr(inner, "module", None)
+    return ()

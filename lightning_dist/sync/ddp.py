@@ -78,11 +78,9 @@ class GradientSync(Sync):
     entry: ClassVar[str] = "compress_ddp"
     reducer: Reducer
 
-    def __init__(
-        self, model: DistributedDataParallel, reducer: Reducer, environment: Environment
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, reducer: Reducer) -> None:
         self.settings, self.reducer = reducer.settings, reducer
-        self._model, self._optimizers = ref(model), list[Optimizer]()  # DDP holds its hook's state
+        self._ddp, self._module = ref(model), ref(model.module)  # DDP holds its hook's state
         self.buckets = DDPBuckets(
             reducer, find_unused=finds_unused(model), group=model.process_group
         )
@@ -98,7 +96,7 @@ class GradientSync(Sync):
         check(case, at="module")
         assert case.ddp is not None
         reducer, begins = _reducer_for(case.ddp, settings, environment)
-        sync = cls(case.ddp, reducer, environment)
+        sync = cls(case.ddp, reducer)
         watch_optimizers(reducer, case.module)
         case.ddp.register_comm_hook(sync, lightning_dist_hook)
         names = reducer.names
@@ -110,12 +108,12 @@ class GradientSync(Sync):
 
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
         """Let a OneBitAdam among ``optimizers`` exchange its momentum. Collective."""
-        self._optimizers += optimizers
+        self._optimizers = [*map(ref, optimizers)]
         network = self.reducer.network
-        onebit = [each for each in self._optimizers if isinstance(each, OneBitAdam)]
+        onebit = [each for each in optimizers if isinstance(each, OneBitAdam)]
         facts = {"OneBitAdam": [repr(each.defaults) for each in onebit]}
         require_equal(all_facts(facts, group=network.data.group, device=network.device))
-        case = Case(self.settings, self.model, self._optimizers, environment)
+        case = Case(self.settings, None, optimizers, environment, parameters=self.names)
         check(case, at="optimizers")
         if environment.clips:
             check(case, at="clipping")
@@ -124,16 +122,15 @@ class GradientSync(Sync):
 
     @property
     def model(self) -> nn.Module:
-        model = self._model()
-        assert model is not None, "it holds this object"
-        module: nn.Module = model.module
+        module: nn.Module | None = self._module()
+        assert module is not None, "somebody uses it"
         return module
 
     def expect_steps(self, steps: int | None, *, done: int, is_trial: bool) -> None:
-        expect_compression(self.reducer, self._optimizers, steps, done=done, is_trial=is_trial)
+        expect_compression(self.reducer, self.optimizers, steps, done=done, is_trial=is_trial)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        model = self._model()
+        model = self._ddp()
         context: AbstractContextManager[None] = nullcontext() if model is None else model.no_sync()
         return context
 

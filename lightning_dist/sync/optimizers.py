@@ -95,5 +95,8 @@ class OptimizerWatch:
             return
         # One within another, such as ZeroRedundancyOptimizer's, has some of the same parameters.
         apart = [each for each, held in self._own.items() if held.isdisjoint(own)]
-        check(Case(owner.settings, module, [optimizer, *apart]), at="optimizers")
+        check(
+            Case(owner.settings, module, [optimizer, *apart], parameters=owner.names),
+            at="optimizers",
+        )
         self._own[optimizer] = frozenset(own)

@@ -6,7 +6,7 @@ Rules that need only settings stand beside their fields, in ``settings/``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -56,6 +56,7 @@ class Case:
 
     Args:
         model: ``None`` if it is not at hand.
+        parameters: those whose gradients travel; None: all.
         attached: what keeps the replicas of the model equal already.
         world_size: ranks.
         reducer: of the model.
@@ -66,6 +67,7 @@ class Case:
     model: nn.Module | None = None
     optimizers: Sequence[Optimizer] = ()
     environment: Environment = field(default_factory=Environment)
+    parameters: Container[Tensor] | None = None
     attached: Sync | None = None
     world_size: int = 1
     reducer: Reducer | None = None
@@ -371,7 +373,7 @@ def _applies_momentum_twice(case: Case) -> str | None:
 
 
 def _groups_of_model(case: Case) -> Iterator[tuple[Optimizer, Mapping[str, object]]]:
-    own = None if case.model is None else set[Tensor](case.model.parameters())
+    own = case.parameters
     for optimizer in case.optimizers:
         for group in optimizer.param_groups:
             if own is None or any(parameter in own for parameter in group["params"]):
@@ -379,11 +381,16 @@ def _groups_of_model(case: Case) -> Iterator[tuple[Optimizer, Mapping[str, objec
 
 
 def _delays_for_another_optimizer(case: Case) -> str | None:
-    if not case.settings.delay or len(case.optimizers) < 2:
+    seen, count = set[Tensor](), 0
+    for optimizer in case.optimizers:  # one within another has some of the same parameters
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        count += own.isdisjoint(seen)
+        seen |= own
+    if not case.settings.delay or count < 2:
         return None
     return (
         "With delay=1 a backward pass gets the mean of the previous one, which must belong to "
-        f"the same optimizer, got {len(case.optimizers)} optimizers; use one, or leave delay out"
+        f"the same optimizer, got {count} optimizers; use one, or leave delay out"
     )
 
 

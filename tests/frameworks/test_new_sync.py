@@ -41,6 +41,7 @@ class Counted(Sync):
     closed = property(lambda self: self._closed)
     topology = property(lambda self: self._topology)
     model = property(lambda self: self._model().module)
+    names = property(lambda self: {p: n for n, p in self.model.named_parameters()})
 
     @classmethod
     def attach(cls, model: Any, settings: ExchangeSettings, environment: Environment) -> "Counted":

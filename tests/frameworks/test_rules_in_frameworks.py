@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -151,8 +152,9 @@ def accelerated(make: Any, attach: Callable[[Any], object], *, clips: bool = Fal
 
 
 def accelerate_ddp() -> Any:
-    plugin = of_accelerate.CompressedDDPPlugin("none")
-    return accelerated(accelerate.Accelerator, plugin.attach, clips=True)
+    handlers = [of_accelerate.CompressedDDPPlugin("none")]
+    make = partial(of_accelerate.Accelerator, kwargs_handlers=handlers)
+    return accelerated(make, lambda accelerator: None, clips=True)
 
 
 def accelerate_local() -> Any:
@@ -192,7 +194,7 @@ def require(cases: Cases, moments: set[str], scales: torch.amp.GradScaler | None
     for moment in moments & {"optimizers", "clipping"}:
         assert cases[moment].optimizers, moment
     assert "steps" not in moments or cases["steps"].steps > 0
-    assert cases["optimizers"].model is not None
+    assert cases["optimizers"].parameters is not None
 
 
 def trainer_shards(strategy: Any) -> Train:

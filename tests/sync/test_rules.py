@@ -91,7 +91,8 @@ def model(make: Callable[[], nn.Module]) -> Break:
 def optimizers(*kinds: Any, **facts: Any) -> Break:
     def broken(case: Case, rank: Rank) -> Case:
         assert case.model is not None
-        made = [kind(case.model.parameters(), lr=0.1) for kind in kinds]
+        layers = nn.ModuleList(case.module.children())  # each optimizer has one of its own
+        made = [kind(of.parameters(), lr=0.1) for kind, of in zip(kinds, layers, strict=False)]
         return replace(case, optimizers=made, **facts)
 
     return broken

@@ -119,7 +119,7 @@ class Objects:
     def _syncs(self) -> list[Sync]:
         """What keeps replicas of models in DDP equal, and is no object of its own."""
         found = (sync_of(ddp) for ddp in self._wrapped)
-        return [each for each in found if each is not None and not each.of_one_model]
+        return [each for each in found if each is not None and not each.is_own_object]
 
     def require_loadable(self) -> None:
         """Raise ValueError if a state cannot be read by ``torch.load(weights_only=True)``."""

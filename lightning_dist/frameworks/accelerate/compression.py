@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -23,7 +24,7 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import run_config
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.arguments import CONFIG_KEY, comm_metrics
-from lightning_dist.sync.base import Environment, Sync, sync_of
+from lightning_dist.sync.base import Environment, Sync
 from lightning_dist.sync.ddp import GradientSync
 from lightning_dist.sync.rules import Case, check
 
@@ -121,6 +122,7 @@ class Compression:
         kind: type[Sync] = GradientSync,
     ) -> None:
         self._accelerator, self._settings, self._kind = accelerator, settings, kind
+        self._attached: WeakKeyDictionary[nn.Module, Sync] = WeakKeyDictionary()
         self._roll_call: RollCall | None = None  # from the first model in DDP on
         self.take_place()
         for name in ("clip_grad_norm_", "clip_grad_value_"):
@@ -136,13 +138,14 @@ class Compression:
 
     def compress(self, model: DistributedDataParallel) -> Sync:
         """Compress a model that Accelerate has just wrapped. Collective."""
-        before = sync_of(model, self._kind)
+        before = self._attached.get(model.module)
         if before is not None:  # of a training that is over: Accelerate has wrapped it anew
             before.close()
         return self._attach(model)
 
     def _attach(self, model: nn.Module, **facts: Any) -> Sync:
         sync = self._kind.attach(model, self._settings, self._environment(**facts))
+        self._attached[sync.model] = sync
         reducer = sync.reducer
         if reducer is None or reducer.network.world_size == 1:
             return sync
@@ -178,9 +181,8 @@ class Compression:
                     sync.connect([optimizer], self._environment())
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        prepared = private.prepared_optimizers(self._accelerator)
-        case = Case(self._settings, optimizers=[each.optimizer for each in prepared])
-        check(case, at="clipping")
+        optimizers = [each for sync in self.syncs for each in sync.optimizers]
+        check(Case(self._settings, optimizers=optimizers), at="clipping")
         return clip(*args, **kwargs)
 
     @property

@@ -143,7 +143,7 @@ class ShardedCompression(Compression):
         prepared = prepare(*args, **kwargs)
         optimizers = [each.optimizer for each in private.prepared_optimizers(self._accelerator)]
         for model in private.prepared_models(self._accelerator):
-            if sync_of(model) is None:
+            if model not in self._attached:
                 sync = self._attach(model, mesh=self._mesh())
                 own = [each for each in optimizers if sync.trains(each)]
                 sync.connect(own, self._environment())

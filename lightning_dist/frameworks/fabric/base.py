@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor
@@ -41,7 +43,8 @@ class SyncStrategy(ParallelStrategy):
         self._settings = settings
         self.syncs: list[Sync] = []
         """What keeps replicas of the models equal, in the order of ``fabric.setup``."""
-        self._first: dict[int, Optimizer] = {}  # optimizer that counts steps, by place of its sync
+        self._stepping: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()  # in their order
+        self._first: dict[int, ref[Optimizer]] = {}  # which counts steps, by place of its sync
         super().__init__(**kwargs)
 
     def __repr__(self) -> str:
@@ -98,20 +101,19 @@ class SyncStrategy(ParallelStrategy):
     def _require_room(self) -> None:
         """Raise ValueError if no further model can be set up."""
         if self.syncs and self.kind_of_sync().of_one_model:
-            raise ValueError(
-                "One model can be trained in local steps, got a second one; make another Fabric "
-                "for it, or use lightning_dist.local_updates"
-            )
+            raise second_model()
 
     def _attach(self, model: Module, environment: Environment) -> None:
         self.syncs.append(self.kind_of_sync().attach(model, self._settings, environment))
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._stepping[optimizer] = None
         for place, sync in enumerate(self.syncs):
             if sync.trains(optimizer):
-                sync.connect([optimizer], self._environment())
-                self._first.setdefault(place, optimizer)
+                own = [each for each in self._stepping if sync.trains(each)]
+                sync.connect(own, self._environment())
+                self._first.setdefault(place, ref(optimizer))
         return super().setup_optimizer(optimizer)
 
     # Training.
@@ -127,9 +129,9 @@ class SyncStrategy(ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, **kwargs)
-        for place, sync in enumerate(self.syncs):
-            if self._first.get(place) is optimizer:
-                sync.step_done()
+        for place, first in self._first.items():
+            if first() is optimizer:
+                self.syncs[place].step_done()
         return output
 
     @override
@@ -158,9 +160,15 @@ class SyncStrategy(ParallelStrategy):
             return {**state, kind.key: states}
         return {**state, kind.key: states[0] if states else None}
 
+    def _saving(self) -> AbstractContextManager[None]:
+        """Context in which the models have the weights to save."""
+        return nullcontext()
+
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(path, self._saved(state), *args, **kwargs)
+        saved = self._saved(state)
+        with self._saving():
+            super().save_checkpoint(path, saved, *args, **kwargs)
 
     @override
     def load_checkpoint(
@@ -173,3 +181,11 @@ class SyncStrategy(ParallelStrategy):
             for sync, own in zip_longest(self.syncs, states[: len(self.syncs)]):
                 sync.load_state_dict(own)  # None from a plain one
         return rest
+
+
+def second_model() -> ValueError:
+    """The error for a second model where a training has one."""
+    return ValueError(
+        "One model can be trained in local steps, got a second one; make another Fabric for it, "
+        "or use lightning_dist.local_updates"
+    )

@@ -84,9 +84,7 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         stock = super().get_module_state_dict
-        own = module.module if isinstance(module, DistributedDataParallel) else module
-        found = (sync for sync in self.syncs if sync.model is own)
-        sync = next(found, None)
+        sync = next((each for each in self.syncs if each.is_of(module)), None)
         return stock(module) if sync is None else sync.weights_to_save(lambda: stock(module))
 
 
@@ -157,5 +155,7 @@ class LocalUpdateStrategy(SyncDDPStrategy):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> Any:  # the scheduler since Lightning 2.6
+        case = Case(self._settings, module, optimizers, self._environment())
+        check(case, at="optimizers")
         model = super().setup_module(module)
         return model, [self.setup_optimizer(each) for each in optimizers], *scheduler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.frameworks.fabric.base import SyncStrategy
+from lightning_dist.frameworks.fabric.base import SyncStrategy, second_model
 from lightning_dist.settings.exchange import ExchangeSettings, MeshSettings, ShardedSettings
 from lightning_dist.settings.local_updates import Replicas, ShardedLocalUpdateSettings
 from lightning_dist.settings.signatures import takes
@@ -29,18 +29,18 @@ from lightning_dist.sync.mesh import (
     require_sizes,
     sampler_arguments,
 )
+from lightning_dist.sync.rules import Case, check
 
 
 class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
     """Fabric's ``ModelParallelStrategy`` with a mesh of several nodes and a :class:`.Sync`."""
 
-    @takes(ExchangeSettings)
     @takes(MeshSettings, "sizes")
     def __init__(self, settings: ExchangeSettings, sizes: MeshSettings, **kwargs: Any) -> None:
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            settings: each an argument of the strategy.
+            settings: of the exchange between replicas, or of the collectives of one.
             sizes: each an argument of the strategy.
             **kwargs: everything else that ``ModelParallelStrategy`` takes.
 
@@ -81,19 +81,19 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Context of ``fabric.no_backward_sync``."""
-        found = (sync.no_sync() for sync in self.syncs if sync.model is module and enabled)
+        found = (sync.no_sync() for sync in self.syncs if sync.is_of(module) and enabled)
         return next(found, nullcontext())
 
     @override
-    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        saved = self._saved(state)
+    def _saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        saved = super()._saved(state)
         if self._save_distributed_checkpoint and not all(s.saves_optimizers for s in self.syncs):
             # Not a mixture of the workers' optimizers.
             saved = {k: each for k, each in saved.items() if not isinstance(each, Optimizer)}
-        with self._shared_weights():
-            ModelParallelStrategy.save_checkpoint(self, path, saved, *args, **kwargs)
+        return saved
 
-    def _shared_weights(self) -> AbstractContextManager[None]:
+    @override
+    def _saving(self) -> AbstractContextManager[None]:
         first = self.syncs[0] if self.kind_of_sync().of_one_model and self.syncs else None
         return nullcontext() if first is None else first.shared_weights()
 
@@ -115,6 +115,17 @@ class CompressedModelParallelStrategy(SyncModelParallelStrategy):
         settings: ShardedSettings,
         **kwargs: Any,
     ) -> None:
+        """Check the arguments; nothing here may depend on rank or device.
+
+        Args:
+            parallelize_fn: shards a module.
+            settings: each an argument of the strategy.
+            **kwargs: see :class:`.SyncModelParallelStrategy`, and everything else that
+                ``ModelParallelStrategy`` takes.
+
+        Raises:
+            ValueError: a setting that does not exist, is out of range or cannot take effect.
+        """
         super().__init__(settings, parallelize_fn=parallelize_fn, **kwargs)
 
     @override
@@ -145,7 +156,20 @@ class LocalUpdateModelParallelStrategy(SyncModelParallelStrategy):
         replicas: Replicas = "rank",
         **kwargs: Any,
     ) -> None:
+        """Check the arguments; nothing here may depend on rank or device.
+
+        Args:
+            parallelize_fn: shards a module.
+            settings: each an argument of the strategy.
+            replicas: must be ``"rank"``: all ranks of a node are one worker.
+            **kwargs: see :class:`.SyncModelParallelStrategy`, whose replicas are the workers, and
+                everything else that ``ModelParallelStrategy`` takes.
+
+        Raises:
+            ValueError: a setting that does not exist, is out of range or cannot take effect.
+        """
         require_shards_as_workers(replicas)
+        self._waiting: Module | None = None
         super().__init__(settings, parallelize_fn=parallelize_fn, **kwargs)
 
     @override
@@ -169,15 +193,29 @@ class LocalUpdateModelParallelStrategy(SyncModelParallelStrategy):
         )
 
     @override
+    def _attach(self, model: Module, environment: Environment) -> None:
+        self._waiting = model  # for its optimizer: weights may be loaded until then
+
+    @override
+    def _require_room(self) -> None:
+        if self._waiting is not None or self.syncs:
+            raise second_model()
+
+    @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        if not self.syncs:
-            raise ValueError(
-                "Local updates need the model before its optimizer, got an optimizer; call "
-                "fabric.setup_module(model) first"
-            )
-        if self._first:
+        if self.syncs:
             raise ValueError(
                 "One optimizer can take local steps of a sharded model, got a second one; give all "
                 "parameters to one, in groups, or use lightning_dist.local_updates"
             )
+        if self._waiting is None:
+            raise ValueError(
+                "Local updates need the model before its optimizer, got an optimizer; call "
+                "fabric.setup_module(model) first"
+            )
+        environment = self._environment()
+        case = Case(self._settings, self._waiting, [optimizer], environment)
+        check(case, at="optimizers")
+        super()._attach(self._waiting, environment)
+        self._waiting = None
         return super().setup_optimizer(optimizer)

@@ -151,10 +151,15 @@ class SyncStrategy(ParallelStrategy):
             refuse_pytorch_lightning(callback=callback)
         self._max_steps = trainer.max_steps
         if self.sync is not None and not self.sync.continues:
-            self.sync = None
+            self.ended, self.sync = self.sync, None
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self._active is not None:
-            self._active.connect(self.optimizers, self._environment())
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._attach_with_optimizers()
+            if self._active is not None:
+                self._active.connect(self.optimizers, self._environment())
+
+    def _attach_with_optimizers(self) -> None:
+        """Attach to a module that needs no wrapper, once optimizers are there."""
 
     # Training.
 

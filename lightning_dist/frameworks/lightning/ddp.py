@@ -20,7 +20,7 @@ from lightning_dist.settings.run import RecoverySettings
 from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.arguments import require_ddp_arguments
 from lightning_dist.sync.base import Environment, Sync
-from lightning_dist.sync.local.anchor import require_replicas
+from lightning_dist.sync.local.anchor import evaluates_anchor, require_replicas
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.updates import LocalSync
 from lightning_dist.sync.rules import Case, check
@@ -192,10 +192,3 @@ class LocalUpdateStrategy(SyncDDPStrategy):
         """Count samples, or tokens, of the step to come beside those of batches."""
         assert self.sync is not None, "in a fit"
         self.sync.count_samples(samples)
-
-
-def evaluates_anchor(evaluate: str) -> bool:
-    """True for ``"anchor"``; raises ValueError unless it is that or ``"worker"``."""
-    if evaluate not in ("anchor", "worker"):
-        raise ValueError(f"evaluate must be 'anchor' or 'worker', got {evaluate!r}")
-    return evaluate == "anchor"

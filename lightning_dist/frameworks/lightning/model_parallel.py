@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy, Strategy
 from torch.optim import Optimizer
@@ -17,7 +16,6 @@ from typing_extensions import override
 from lightning_dist.base.log import get_logger
 from lightning_dist.frameworks.lightning.base import SyncStrategy
 from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO, add_state
-from lightning_dist.frameworks.lightning.ddp import evaluates_anchor
 from lightning_dist.frameworks.lightning.launcher import init_process_group
 from lightning_dist.frameworks.lightning.private import give_device_mesh, restricted
 from lightning_dist.settings.exchange import ExchangeSettings, MeshSettings, ShardedSettings
@@ -27,7 +25,7 @@ from lightning_dist.sync.arguments import require_sharded_arguments
 from lightning_dist.sync.base import Environment, Sync
 from lightning_dist.sync.fsdp.attach import kind_of
 from lightning_dist.sync.fsdp.shards import CompressedShards
-from lightning_dist.sync.local.anchor import require_shards_as_workers
+from lightning_dist.sync.local.anchor import evaluates_anchor, require_shards_as_workers
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.updates import LocalSync
 from lightning_dist.sync.mesh import (
@@ -51,13 +49,12 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
     ``ModelParallelStrategy``: these are the ranks of one replica.
     """
 
-    @takes(ExchangeSettings)
     @takes(MeshSettings, "sizes")
     def __init__(self, settings: ExchangeSettings, sizes: MeshSettings, **kwargs: Any) -> None:
         """Check the arguments; nothing here may depend on rank or device.
 
         Args:
-            settings: each an argument of the strategy.
+            settings: of the exchange between replicas, or of the collectives of one.
             sizes: each an argument of the strategy.
             **kwargs: everything else that ``ModelParallelStrategy`` takes.
 
@@ -94,8 +91,7 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
         return super()._environment(mesh=exchange_mesh(self._settings, self.device_mesh), **facts)
 
     @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)  # of a fit alone, when the module is on its device
+    def _attach_with_optimizers(self) -> None:
         environment = self._environment()
         if environment.mesh is None:
             self.sync = None
@@ -164,7 +160,7 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
                     "nothing: the residuals are dropped"
                 )
             return checkpoint
-        state = checkpoint.pop(sync.key, None)
+        state = checkpoint.get(sync.key)
         if has_own_part:
             sync.load_own_state(state)
         else:

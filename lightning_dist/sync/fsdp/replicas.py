@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, ClassVar, Self
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import Held, require_mapping
 from lightning_dist.settings.exchange import ExchangeSettings
-from lightning_dist.sync.base import Environment, Sync, continued, remember, sync_of
+from lightning_dist.sync.base import Environment, Sync, continued, remember, syncs_of
 from lightning_dist.sync.buckets import flags_of
 from lightning_dist.sync.ddp import compile_kernels, describe_parameters, expect_compression
 from lightning_dist.sync.effect import require_effect, show
@@ -83,7 +84,7 @@ class ShardedGradients(Sync):
         *,
         renewed: Callable[[], Sequence[ShardedGroup]],
     ) -> None:
-        self.settings, self._optimizers = reducer.settings, list[Optimizer]()
+        self.settings = reducer.settings
         self._model, self.reducer, self._renewed = model, reducer, renewed
         self.synchronises = True
         """Whether the next backward pass exchanges gradients between replicas."""
@@ -107,7 +108,7 @@ class ShardedGradients(Sync):
     def attach(cls, model: nn.Module, settings: Any, environment: Environment) -> Self:
         mesh = environment.mesh
         assert mesh is not None
-        attached = sync_of(model)
+        attached = next((each for each in syncs_of(model) if each.entry == cls.entry), None)
         check(Case(settings, model, environment=environment, attached=attached), at="model")
         groups = trained_groups(model, mesh)
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
@@ -134,12 +135,13 @@ class ShardedGradients(Sync):
 
     @override
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
-        self._optimizers += optimizers
-        check(Case(self.settings, self.model, self._optimizers, environment), at="optimizers")
+        self._optimizers = [*map(ref, optimizers)]
+        case = Case(self.settings, None, optimizers, environment, parameters=self.names)
+        check(case, at="optimizers")
 
     @override
     def expect_steps(self, steps: int | None, *, done: int, is_trial: bool) -> None:
-        expect_compression(self.reducer, self._optimizers, steps, done=done, is_trial=is_trial)
+        expect_compression(self.reducer, self.optimizers, steps, done=done, is_trial=is_trial)
 
     @override
     def begin_step(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Self
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from lightning_dist.reducer.state import require_mapping
 from lightning_dist.reducer.stats import CommStats, Count, places, run_config, untraced
 from lightning_dist.settings.codecs import identity
 from lightning_dist.settings.exchange import ShardedSettings
-from lightning_dist.sync.base import Environment, Sync, remember, sync_of
+from lightning_dist.sync.base import Environment, Sync, remember, syncs_of
 from lightning_dist.sync.buckets import flags_of
 from lightning_dist.sync.effect import show
 from lightning_dist.sync.fsdp.checks import BackwardEnd, ParameterGroup, gathered_groups
@@ -72,7 +73,7 @@ class CompressedShards(Sync):
     @override
     def attach(cls, model: nn.Module, settings: ShardedSettings, environment: Environment) -> Self:
         assert environment.mesh is not None
-        attached = sync_of(model)
+        attached = next((each for each in syncs_of(model) if each.entry == cls.entry), None)
         check(Case(settings, model, environment=environment, attached=attached), at="model")
         sync = cls(model, settings, groups=gathered_groups(model, environment.mesh))
         remember(model, sync)
@@ -89,9 +90,8 @@ class CompressedShards(Sync):
         self, model: nn.Module, settings: ShardedSettings, *, groups: Sequence[ParameterGroup]
     ) -> None:
         self._model, self.settings, self._parameter_groups = model, settings, groups
-        self._optimizers = list[Optimizer]()
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
-        self.names = names
+        self._names = names
         own = {
             "gradients": identity(settings.policy_of_gradients),
             "parameters": identity(settings.policy_of_parameters),
@@ -171,8 +171,9 @@ class CompressedShards(Sync):
 
     @override
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
-        self._optimizers += optimizers
-        check(Case(self.settings, self.model, self._optimizers, environment), at="optimizers")
+        self._optimizers = [*map(ref, optimizers)]
+        case = Case(self.settings, None, optimizers, environment, parameters=self.names)
+        check(case, at="optimizers")
 
     @override
     def begin_step(self) -> None:
@@ -186,6 +187,11 @@ class CompressedShards(Sync):
     @override
     def model(self) -> nn.Module:
         return self._model
+
+    @property
+    @override
+    def names(self) -> Mapping[Tensor, str]:
+        return self._names
 
     @property
     @override

@@ -58,6 +58,13 @@ def require_replicas(replicas: Replicas, settings: LocalUpdateSettings) -> None:
         )
 
 
+def evaluates_anchor(evaluate: str) -> bool:
+    """True for ``"anchor"``; raises ValueError unless it is that or ``"worker"``."""
+    if evaluate not in ("anchor", "worker"):
+        raise ValueError(f"evaluate must be 'anchor' or 'worker', got {evaluate!r}")
+    return evaluate == "anchor"
+
+
 def require_shards_as_workers(replicas: Replicas) -> None:
     """Raise ValueError unless a worker is what holds a sharded model."""
     if replicas != "rank":

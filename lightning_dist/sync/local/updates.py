@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -89,6 +90,7 @@ class LocalSync(Sync):
     key: ClassVar[str] = "lightning_dist_local_updates"
     entry: ClassVar[str] = "local_updates"
     of_one_model: ClassVar[bool] = True
+    is_own_object: ClassVar[bool] = True
     continues: ClassVar[bool] = False
     loads_scaler: ClassVar[bool] = True
     settings: LocalUpdateSettings
@@ -98,7 +100,7 @@ class LocalSync(Sync):
         self.updates, self.settings, self.reducer = updates, updates.settings, updates.reducer
         self.counts_samples = self.settings.weigh_by == "samples"
         self._is_sharded = any(isinstance(each, FSDPModule) for each in updates.module.modules())
-        self._optimizers: list[Optimizer] = []
+        self._hooked: WeakSet[Optimizer] = WeakSet()
         self._states: WorkerStates | None = None
         self._samples: float | None = None
         updates.sync = self
@@ -175,15 +177,16 @@ class LocalSync(Sync):
 
     @override
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
-        check(Case(self.settings, self.model, optimizers, environment), at="optimizers")
-        known, given = set(map(id, self._optimizers)), set(map(id, optimizers))
+        """Take the optimizers whose states are saved; those of the model take the local steps."""
+        case = Case(self.settings, self.model, optimizers, environment, parameters=self.names)
+        check(case, at="optimizers")
+        self._optimizers = [*map(ref, optimizers)]
         for each in optimizers:
-            if id(each) not in known:
+            if each not in self._hooked and self.trains(each):
+                self._hooked.add(each)
                 self.updates.connect(each)
-        kept = [each for each in self._optimizers if id(each) not in given]
-        self._optimizers = [*kept, *optimizers]
         states = ShardedWorkerStates if self._is_sharded else WorkerStates
-        self._states = states(self.updates, self._optimizers, scaler=environment.grad_scaler)
+        self._states = states(self.updates, list(optimizers), scaler=environment.grad_scaler)
 
     @property
     @override

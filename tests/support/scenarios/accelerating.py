@@ -222,7 +222,7 @@ def writers() -> list[int]:
     """Writer processes of this process."""
     tasks = Path("/proc/self/task").iterdir()
     children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    return [pid for pid in children if b"disk.service" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children if b"disk.writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @contextmanager
