@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -102,6 +103,24 @@ def test_rooms_are_in_the_order_of_their_imports() -> None:
     order = list(ROOMS)
     for room, others in ROOMS.items():
         assert all(order.index(each) < order.index(room) for each in others.split()), room
+
+
+def test_the_table_of_rooms_in_the_architecture() -> None:
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| ([\w ]*)\|$", text, re.MULTILINE)
+    assert [room for room, _ in rows] == [*reversed(ROOMS)], "from the top down"
+    assert {room: set(others.split()) for room, others in rows} == {
+        room: set(others.split()) for room, others in ROOMS.items()
+    }
+
+
+def test_paths_in_the_architecture_exist() -> None:
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
+    found = set(re.findall(r"`((?:\w+/)+(?:\w+\.(?:py|cpp))?)`", text))
+    missing = [
+        each for each in found if not any((at / each).exists() for at in (PACKAGE, PACKAGE.parent))
+    ]
+    assert missing == []
 
 
 def test_every_module_is_in_a_room_or_is_a_door() -> None:

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-import textwrap
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -232,19 +231,6 @@ def test_private_names_are_used_nowhere_else() -> None:
 )
 def test_the_search_can_find(source: str) -> None:
     assert violations(source, own={"_scaler", "_fs"})
-
-
-def test_the_list_in_the_architecture_is_that_of_the_tables() -> None:
-    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text()
-    section = text.partition("## What may break with a new torch or Lightning")[2]
-    lines = []
-    for each in FEATURES:
-        lines += ["", f"{each.title} ({each.package} {each.since}):", ""]
-        for owner, of in each.names.items():
-            names = ", ".join(f"`{name}`" for name in of.split())
-            line = f"- `{owner.replace(':', '.')}`: {names}"
-            lines += textwrap.wrap(line, 100, subsequent_indent="  ", break_long_words=False)
-    assert "\n".join(lines) in section
 
 
 @pytest.mark.parametrize(

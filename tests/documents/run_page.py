@@ -93,7 +93,7 @@ with ElasticLoop("ckpts/", loader=loader, state=state, recovery="in_process") as
 TRITON = """
 from lightning_dist.codecs import Int8
 from lightning_dist.kernels.triton.passes import int8_encode as my_encode, int8_level as my_level
-from lightning_dist.kernels.triton.device import device_codec
+from lightning_dist.kernels.triton.registry import device_codec
 class MyCodec(Int8): ...
 """
 PIPELINE = """

@@ -38,8 +38,8 @@ def kernels_of(codec: Codec, *, dtype: torch.dtype) -> TableKernels | None:
     """
     if dtype not in GRADIENT_DTYPES or find_spec("triton") is None:
         return None
-    from lightning_dist.kernels.triton.device import device_codec
     from lightning_dist.kernels.triton.passes import FUNCTIONS, TableKernels
+    from lightning_dist.kernels.triton.registry import device_codec
 
     device = device_codec(codec, FUNCTIONS)
     return None if device is None else TableKernels(device, dtype)

@@ -15,8 +15,6 @@ from lightning_dist.codecs import FP8, QSGD, Int4, Int8, NoCompression, Sign, Te
 from lightning_dist.codecs.base import Codec
 from lightning_dist.kernels.triton import skeletons
 from lightning_dist.kernels.triton.device import (
-    DeviceCodec,
-    Functions,
     block_scale,
     cut_to_bfloat16,
     in_steps,
@@ -25,6 +23,7 @@ from lightning_dist.kernels.triton.device import (
     round_at_random,
     total,
 )
+from lightning_dist.kernels.triton.registry import DeviceCodec, Functions
 from lightning_dist.kernels.triton.table import GRADIENT_DTYPES, SliceTable, TileShape
 
 _RAW = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.int16}

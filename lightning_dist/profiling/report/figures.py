@@ -1,4 +1,4 @@
-"""Figures of a run, and the page that has them all."""
+"""Figures of a run, and the page of all of them. Imports plotly, so only the page imports this."""
 
 from __future__ import annotations
 
