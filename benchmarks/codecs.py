@@ -38,7 +38,7 @@ from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, resolve_codec
 from lightning_dist.measurement.microbenchmark import Passes
-from lightning_dist.reducer.units.base import UNIT_ELEMENTS
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 _SEED = 1
 _UNITS = 25

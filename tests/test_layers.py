@@ -147,7 +147,7 @@ def import_graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name in names:
         path = PACKAGE.parent.joinpath(*name.split("."))
-        folder = path.is_dir()
+        folder = (path / "__init__.py").exists()
         source = (path / "__init__.py" if folder else path.with_suffix(".py")).read_text()
         found = imported(source, package=name if folder else name.rpartition(".")[0])
         graph[name] = {_module_of(each, names) for each in found} - {name, "", "lightning_dist"}

@@ -24,7 +24,8 @@ from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.units.base import UNIT_ELEMENTS, JoinedUnit
+from lightning_dist.reducer.units.base import JoinedUnit
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 _COMPARING = 50_000
 """Nanoseconds that a comparison of clocks may take of a step."""

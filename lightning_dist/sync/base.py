@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, overl
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.base.private import loss_scale_of, map_tensors
@@ -144,7 +145,7 @@ class Sync(ABC):
         """The module itself, without DDP, while it is there."""
 
     def is_of(self, model: nn.Module) -> bool:
-        """True if this is what keeps ``model`` equal, which may be in wrappers."""
+        """True if this is what keeps ``model`` equal, which may be in DDP."""
         return any(each() is self for each in _attached_to(model))
 
     # Reports, which are those of the reducer unless there is none.
@@ -292,7 +293,7 @@ def sync_of(model: nn.Module, kind: type[_S]) -> _S | None: ...
 def sync_of(model: nn.Module, kind: type[Any] = Sync) -> Any:
     """What keeps the replicas of ``model`` equal: the newest one of this kind that is not closed.
 
-    ``model`` may be in DDP, or in a wrapper of Fabric's.
+    ``model`` may be in DDP.
     """
     return next((each for each in syncs_of(model) if isinstance(each, kind)), None)
 
@@ -310,9 +311,5 @@ def continued(model: nn.Module, before: Sync | None) -> Sync | None:
 
 
 def _attached_to(model: nn.Module) -> Sequence[ref[Sync]]:
-    inner: Any = model
-    while isinstance(inner, nn.Module):
-        if inner in _attached:
-            return _attached[inner]
-        inner = getattr(inner, "module", None)
-    return ()
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    return _attached.get(module, ())

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -141,11 +141,11 @@ def test_what_a_writer_replaces_meanwhile_is_no_damage(
     for step in (*older, 4):
         write_file(newest_one if step == 4 else tmp_path / "b.ckpt", small_state(), origin(step))
 
-    def replaced_first(path: str) -> Description:
+    def replaced_first(path: str, **how: Any) -> Description:
         if newest_one.exists():  # removed once the next is there
             write_file(tmp_path / "next.ckpt", small_state(), origin(5))
             newest_one.unlink()
-        return usual(path)
+        return usual(path, **how)
 
     monkeypatch.setattr(scan, look, replaced_first)
     assert newest(tmp_path) == "next.ckpt"

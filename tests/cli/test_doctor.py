@@ -6,6 +6,7 @@ import re
 import resource
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from processes import run
 
 import lightning_dist
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
-from lightning_dist.cli import doctor as command
 from lightning_dist.cli.doctor import (
     Finding,
     Interface,
@@ -31,6 +31,7 @@ from lightning_dist.cli.doctor import (
     two_ranks,
 )
 
+command = import_module("lightning_dist.cli.doctor")  # the name is that of the command
 RANK = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ELASTIC = {**RANK, "TORCHELASTIC_RUN_ID": "job", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 

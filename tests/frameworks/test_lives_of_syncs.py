@@ -10,9 +10,10 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from model_parallel_runs import parallelize
 from replicas import of_all
-from scenarios.fitting import QUIET
+from scenarios.fitting import QUIET, make_trainer
 from scenarios.models import WIDTH, Regression
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -130,6 +131,13 @@ def test_the_report_of_a_fit_stays_after_a_test() -> None:
     trainer.test(module, verbose=False)
     assert stats["steps"] == strategy.comm_stats()["steps"] > 0
     assert strategy.comm_config() == config
+
+
+def test_a_number_of_steps_that_lightning_cannot_estimate() -> None:
+    accumulation = GradientAccumulationScheduler({0: 1, 1: 2})
+    trainer = make_trainer("compressed_ddp", max_epochs=2, callbacks=[accumulation])
+    trainer.fit(Regression())
+    assert trainer.global_step == 4 + 2
 
 
 @pytest.mark.on_ranks(4, hosts=2)

@@ -22,8 +22,9 @@ from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.plan import flat_planner, intra, planner
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.stats import Observer
-from lightning_dist.reducer.units.base import WHOLE_BUCKET, JoinedUnit, join
+from lightning_dist.reducer.units.base import JoinedUnit, join
 from lightning_dist.reducer.units.block import BlockUnit
+from lightning_dist.reducer.units.sizes import WHOLE_BUCKET
 from lightning_dist.reducer.units.table import TableUnit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN

@@ -44,7 +44,7 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
-from lightning_dist.reducer.units import base as sizes
+from lightning_dist.reducer.units import sizes
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.buckets import DDPBuckets
 from lightning_dist.sync.effect import compresses_fewer_bytes

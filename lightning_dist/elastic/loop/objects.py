@@ -127,7 +127,10 @@ class Objects:
 
     def _state_of(self, each: Any) -> Any:
         inside = _inside(each)
-        sync = sync_of(inside) if isinstance(inside, nn.Module) else None
+        if not isinstance(inside, nn.Module):
+            return inside.state_dict()
+        own = getattr(inside, "module", inside)  # of Fabric's, which has none of DDP inside
+        sync = sync_of(own if isinstance(own, nn.Module) else inside)
         return inside.state_dict() if sync is None else sync.weights_to_save(inside.state_dict)
 
     def state_dict(self, *, leader: int = 0, spreads: list[Spread] | None = None) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from lightning_dist.profiling.whatif.scenarios import (
     Scenario,
     ShardCollective,
 )
-from lightning_dist.reducer.units.base import unit_elements
+from lightning_dist.reducer.units.sizes import unit_elements
 
 
 class SimulatedStep(NamedTuple):

@@ -19,7 +19,7 @@ from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.flat_planner import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
-from lightning_dist.reducer.units.base import WHOLE_BUCKET, unit_elements
+from lightning_dist.reducer.units.sizes import WHOLE_BUCKET, unit_elements
 
 _ALIGN = 512  # elements; every dense codec's block divides it, so that few blocks are broken
 

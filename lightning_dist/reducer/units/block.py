@@ -19,14 +19,9 @@ from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.plan.block import BlockPlan, key_name
 from lightning_dist.reducer.plan.intra import IntraPlan, Owned, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice, neighbours
-from lightning_dist.reducer.units.base import (
-    CommUnit,
-    JoinedUnit,
-    decode_all,
-    staggered,
-    unit_elements,
-)
+from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered
 from lightning_dist.reducer.units.by_codec import flat_units
+from lightning_dist.reducer.units.sizes import unit_elements
 from lightning_dist.reducer.units.tiles import (
     Grid,
     Tile,

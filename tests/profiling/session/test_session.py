@@ -334,7 +334,7 @@ def test_what_torch_keeps_is_written(
 
 BEGIN = """
 import ctypes, os, signal, sys
-from lightning_dist.profiling.session import sigterm
+from lightning_dist.profiling.session import live as sigterm
 sigterm._PATIENCE = 0.2
 def tell(*words):
     print(*words, flush=True)

@@ -21,7 +21,7 @@ from lightning_dist.profiling.whatif.scenarios import (
     remark,
     scenarios_of,
 )
-from lightning_dist.reducer.units.base import UNIT_ELEMENTS
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 FP16 = {"codec": "fp16"}
 

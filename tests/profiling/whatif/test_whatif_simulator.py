@@ -45,7 +45,7 @@ from lightning_dist.profiling.whatif.scenarios import (
 )
 from lightning_dist.profiling.whatif.simulator import SimulatedStep, collectives, simulate_step
 from lightning_dist.ranks import Topology, traffic
-from lightning_dist.reducer.units.base import UNIT_ELEMENTS
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 SLOW = Link(rate=1e6)
 PAIR = Scenario("ddp", "flat", (1, 1), SLOW)

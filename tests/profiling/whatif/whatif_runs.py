@@ -15,7 +15,7 @@ from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import predict
 from lightning_dist.profiling.whatif.scenarios import Prediction, Predictions, elsewhere
-from lightning_dist.reducer.units.base import UNIT_ELEMENTS
+from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 INT8 = replace(DDP, codec="int8", encode=1, decode=2, sent=1_000_000, transfer=10)

@@ -43,6 +43,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+from lightning_dist import OneBitAdam
 from lightning_dist.sync.base import Environment
 from lightning_dist.sync.fsdp.attach import compress_fsdp
 from lightning_dist.sync.fsdp.replicas import ShardedGradients
@@ -420,6 +421,14 @@ def test_parameters_that_a_validation_has_gathered(given: dict[str, Any]) -> Non
             held = [local(each).clone() for each in net.state_dict().values()]
             found.append([*held, *saved.get("residuals", {}).values()])
     assert all(map(torch.equal, *found))
+
+
+def test_momenta_of_shards_are_refused_by_name() -> None:
+    mesh = mesh_of(2, 2)
+    with compressed(mesh, "sign") as (net, _):
+        optimizer = OneBitAdam(net.parameters(), freeze_step=2)
+        with pytest.raises(ValueError, match=r"here they are sharded; use torch\.optim\.AdamW"):
+            optimizer.step()
 
 
 def test_the_next_fit_goes_on_with_the_same_model_only() -> None:
