@@ -84,7 +84,7 @@ test-lowest: $(LOWEST)/installed
 	$(LOWEST)/bin/python -m tests.runner.rerun_failed test_out/lowest -n 0 -m "not exhaustive" \
 	  $(addprefix tests/,base/test_private_names.py cli/test_profile_command.py profiling/report/test_page.py \
 	  elastic/recovery/test_recovery_refusals.py elastic/loop/test_loop.py::test_later_starts_go_on_to_the_same_end) \
-	  $(addprefix tests/frameworks/,strategies/test_wrong_strategy.py lightning/elastic/test_elastic_resume.py \
+	  $(addprefix tests/frameworks/,test_wrong_strategy.py lightning/elastic/test_elastic_resume.py \
 	  lightning/checkpoint/test_async_checkpoint_files.py) \
 	  $(addprefix tests/frameworks/accelerate/test_,accelerate_state.py trainer_mixin.py \
 	  accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit) \

@@ -109,6 +109,7 @@ class GradientSync(Sync):
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
         """Let a OneBitAdam among ``optimizers`` exchange its momentum. Collective."""
         self._optimizers = [*map(ref, optimizers)]
+        self.reducer.wait()  # its thread must not be using the group
         network = self.reducer.network
         onebit = [each for each in optimizers if isinstance(each, OneBitAdam)]
         facts = {"OneBitAdam": [repr(each.defaults) for each in onebit]}

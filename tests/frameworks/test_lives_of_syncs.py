@@ -64,6 +64,7 @@ def test_a_second_optimizer_follows_the_first() -> None:
     second = made.setup_optimizers(sgd(model))  # of the same parameters, and the first is there
     step(made, model, second)
     del first
+    made.strategy.reducers[0].wait()  # whose thread compares what optimizers are set to
     gc.collect()
     assert gone() is None, "its moments are freed"
 

@@ -29,7 +29,7 @@ from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, ke
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
-registry = pytest.importorskip("lightning_dist.kernels.triton.device")
+registry = pytest.importorskip("lightning_dist.kernels.triton.registry")
 codecs = pytest.importorskip("lightning_dist.kernels.triton.passes")
 quicken_interpreter()
 

@@ -11,7 +11,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import DGC, TopK
 from lightning_dist.reducer.plan.intra import Fragment, fragments
-from lightning_dist.reducer.units import base as sizes
+from lightning_dist.reducer.units import sizes
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS, unit_elements
 from lightning_dist.reducer.units.tiles import Grid, Span
 

@@ -26,7 +26,7 @@ from torch import Size, Tensor
 from worlds import Rank
 
 from lightning_dist.codecs import BlockCodec, Int8, resolve_codec
-from lightning_dist.reducer.units import base as sizes
+from lightning_dist.reducer.units import sizes
 
 SMALL = {"first": (40, 48), "bias": (40,), "second": (33, 50), "one": (1,)}
 
