@@ -1,4 +1,9 @@
-"""Checkpoints read back, with the restricted unpickler or without it."""
+"""Checkpoints read back, with the restricted unpickler or without it.
+
+Under ``weights_only=True`` unpickling must run no code. The unpickler of
+``torch.load(weights_only=True)`` makes tensors, plain values, and what
+``torch.serialization.add_safe_globals`` allows. What is saved is proved to load that way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Scales of blocks, and the precision of what is computed with them."""
+"""Scales of blocks, and the precision of what is computed with them.
+
+A code of up to 15 bits times a bfloat16 scale is exact in float32: eager, compiled, CPU and GPU
+kernels, fused multiply-add or not, decode the same bytes to the same floats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""Rounds of an exchange: bytes between ranks."""
+"""Collectives of one payload between all ranks, and nothing of what the bytes mean.
+
+Every exchange has the same three verbs, so that a caller can keep many in flight and still issue
+the collectives of all of them in one order on every rank::
+
+    start()          first collective, asynchronous
+    start_second()   wait for it and issue the second one, if there is one
+    wait()           wait for the last one
+
+The caller encodes into the memory of an exchange before, and reads what it received there after.
+That memory is bytes; a :class:`Section` has typed views of it. Buffers are allocated once and
+reused; an exchange is used for one step at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Passes over a tensor on a CPU, fused."""
+"""Arithmetic between gradient, memory and payload of a block codec.
+
+Plain torch functions over a codec, run eagerly in cache-sized tiles; ``inductor.py`` turns each one
+pass over memory with the same bytes.
+
+Shapes: ``grad`` and every tensor of ``state`` ``(rows, B, block)``; payload planes ``(rows, B,
+m)``; ``keys (rows, B, 1)`` int32 for stochastic codecs, else None; ``scale`` 0-d, the GradScaler's
+scale (1 without one). State whose new value is not finite stays as it is.
+"""
 
 from __future__ import annotations
 

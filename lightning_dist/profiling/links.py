@@ -1,4 +1,13 @@
-"""Links between ranks: their clocks, latencies and rates."""
+"""Links between ranks: their clocks, latencies and rates.
+
+Every node asks rank 0 what time it is, for the offset of its clock. An answer was given some time
+between question and receipt. The one that came back fastest is the best: only then did nothing hold
+up either way.
+
+Rates of idle links are those of nccl-tests (``doc/PERFORMANCE.md``): the algorithm bandwidth is ``S
+/ t``, and the bus bandwidth that times a factor of the operation and of the number of ranks, which
+turns ``S`` into the bytes that pass the link of a rank in one direction. Gigabits are 10^9 bits.
+"""
 
 from __future__ import annotations
 

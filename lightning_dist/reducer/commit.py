@@ -1,4 +1,13 @@
-"""Commit of a step: when residuals are written, means applied, and ranks agree."""
+"""Commit of a step: when residuals are written, means applied, and ranks agree.
+
+Under the immediate commit units write their state while they encode. Under the deferred one the
+ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
+it is decoded; else none of it is.
+
+The all-reduce in which they agree is also the vote of a training with recovery: a rank takes part
+once it has all payloads, so a rank that has the answer knows that every other rank can commit the
+step by itself.
+"""
 
 from __future__ import annotations
 

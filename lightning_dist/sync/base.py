@@ -206,7 +206,15 @@ class Sync(ABC):
         return nullcontext()
 
     def count_samples(self, samples: float) -> None:
-        """Count samples, or tokens, of the optimizer step to come, where settings weigh by them."""
+        """Count samples, or tokens, of the optimizer step to come, where settings weigh by them.
+
+        Raises:
+            ValueError: nothing is weighed by them.
+        """
+        raise ValueError(
+            f"Samples are counted for the weights of local updates, got {samples!r} with "
+            f"{self.settings.kind}; leave the call out"
+        )
 
     def step_done(self) -> None:
         """The first of the optimizers was stepped, or its step skipped by a GradScaler."""
@@ -296,6 +304,13 @@ def sync_of(model: nn.Module, kind: type[Any] = Sync) -> Any:
     ``model`` may be in DDP.
     """
     return next((each for each in syncs_of(model) if isinstance(each, kind)), None)
+
+
+def sync_within(model: nn.Module, kind: type[_S]) -> _S | None:
+    """:func:`sync_of` of ``model``, or else of the ``module`` that a wrapper of Fabric's has."""
+    inner: object = getattr(model, "module", None)
+    found = sync_of(model, kind)
+    return sync_of(inner, kind) if found is None and isinstance(inner, nn.Module) else found
 
 
 def syncs_of(model: nn.Module) -> list[Sync]:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_dist.fabric as of_fabric
 from lightning_dist import LocalUpdateStrategy, compress_ddp, local_updates
 from lightning_dist.elastic.loop.objects import Objects
+from lightning_dist.profiling.session.models import as_ddp
 from lightning_dist.sync.base import Environment, sync_of
 from lightning_dist.sync.ddp import GradientSync
 
@@ -110,6 +111,35 @@ def test_a_loop_saves_the_anchor_of_fabrics_model() -> None:
     (weight,) = (each for name, each in saved.items() if name.endswith("weight"))
     assert torch.equal(weight, anchor)
     assert not torch.equal(weight, net.weight)
+
+
+class Wrapper(nn.Module):
+    """A user's own, whose part has the name that DDP gives to what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(WIDTH, WIDTH)
+
+
+def test_a_part_called_module_does_not_hide_the_anchor() -> None:
+    model = Wrapper()
+    optimizer = sgd(model)
+    updates = local_updates(model, optimizer, method="diloco", sync_every=4)
+    given = {"model": model, "optimizer": optimizer, "updates": updates}
+    objects, anchor = Objects(given, world_size=2), model.module.weight.detach().clone()
+    model.module(torch.ones(2, WIDTH)).square().mean().backward()
+    optimizer.step()
+    assert torch.equal(objects.states()["model"]["module.weight"], anchor)
+    assert as_ddp(model) is not None, "a profile finds it too"
+    updates.close()
+
+
+def test_samples_that_nothing_weighs_are_refused() -> None:
+    strategy = of_fabric.CompressedDDPStrategy("none")
+    made = fabric(strategy)
+    made.setup_module(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match="leave the call out"):
+        strategy.count_samples(8)
 
 
 def test_local_steps_are_those_of_the_models_own_optimizers() -> None:

@@ -1,4 +1,10 @@
-"""Owner of a folder: the one trainer that writes there, and its lock."""
+"""Owner of a folder: the one trainer that writes there, and its lock.
+
+A lock ends with the process that took it, and not before. POSIX locks are released when anything in
+the process opens and closes the file, as ``shutil.copytree`` does. Open file description locks are
+not, but a forked process shares them and would keep them after its parent is killed, so it closes
+its copy first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Writer: jobs that are done in order, in a thread or a process of its own."""
+"""Writer: jobs that are done in order, in a thread or a process of its own.
+
+``main`` is the loop of the writer process, at its end of the channel to the trainer. The process is
+in a session of its own and ignores the signals that end a job, so it finishes the saves it was
+given after its trainer has been killed. Then it ends.
+"""
 
 from __future__ import annotations
 

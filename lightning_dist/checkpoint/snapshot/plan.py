@@ -1,4 +1,9 @@
-"""Plan of a snapshot: which bytes of a state go where, and when they are copied."""
+"""Plan of a snapshot: which bytes of a state go where, and when they are copied.
+
+The pickle is that of torch.save's format, with its storages left out and numbered. ``torch.save``
+pickles and writes in one go; here the bytes of the storages come later, from a snapshot. The test
+compares the pickle with torch's own, byte for byte.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Snapshots: bytes of a save, copied at once or while training goes on."""
+"""Snapshots: bytes of a save, copied at once or while training goes on.
+
+The path of accelerators is tested on a simulated one, and has not been run on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ class LaterCopy:
     """A copy that runs beside the training, of tensors that only an optimizer step changes.
 
     Made at the trigger. :meth:`run` copies, on another thread. Until it has returned the optimizers
-    must not step (:mod:`.fence`).
+    must not step (:class:`Fence`).
     """
 
     runs: tuple[Run, ...]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint.reading import require_loadable
 from lightning_dist.elastic.progress import KEY, ElasticState, require_same_optimizer
 from lightning_dist.ranks.facts import Spread
-from lightning_dist.sync.base import Environment, Sync, sync_of
+from lightning_dist.sync.base import Environment, Sync, sync_of, sync_within
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 
 
@@ -129,8 +129,7 @@ class Objects:
         inside = _inside(each)
         if not isinstance(inside, nn.Module):
             return inside.state_dict()
-        own = getattr(inside, "module", inside)  # of Fabric's, which has none of DDP inside
-        sync = sync_of(own if isinstance(own, nn.Module) else inside)
+        sync = sync_within(inside, Sync)  # type: ignore[type-abstract]  # it makes none
         return inside.state_dict() if sync is None else sync.weights_to_save(inside.state_dict)
 
     def state_dict(self, *, leader: int = 0, spreads: list[Spread] | None = None) -> dict[str, Any]:

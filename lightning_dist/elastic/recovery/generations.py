@@ -1,4 +1,12 @@
-"""Generations of workers, and the process groups of each."""
+"""Generations of workers, and the process groups of each.
+
+gloo cannot abort a collective. So the connected sockets of a generation are noted when its groups
+are made, and shut down when it is broken: a rank that waits in a collective fails at once. They are
+those to a port on which a member listens for its groups, or to the store: another thread may open a
+connection meanwhile, to an object store for instance. Deleting a group may block until the threads
+in it have noticed, so a thread does that: each has three threads and a dozen descriptors, too many
+to be kept for ever.
+"""
 
 from __future__ import annotations
 

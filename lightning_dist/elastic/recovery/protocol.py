@@ -1,4 +1,24 @@
-"""Protocol of recovery: generations, what workers report, and what a change has cost."""
+"""Protocol of recovery: generations, what workers report, and what a change has cost.
+
+A *generation* is a list of workers that train together; process groups live as long as one. The
+coordinator, a thread of the launcher that hosts the store, is the only one that makes generations,
+so there is never a second opinion about who takes part: a worker that cannot reach the store stops.
+
+- A worker that is ready to train writes a :class:`Report` with ``generation=-1`` and waits for a
+  generation that has it.
+- A worker that cannot go on (a peer is gone), or pauses at a step boundary since others want to
+  join, writes a report for its generation, and waits for the next one.
+- An agent writes which of its workers are dead, and starts others in their place. It kills workers
+  that a generation has left out although they may still live.
+- The coordinator asks :func:`next_generation` again and again.
+
+Nothing of a step is applied before every rank has all its payloads, and the answer to one
+all-reduce, the vote, says so. A rank that dies before or in it leaves every survivor at step ``s``,
+or some at ``s`` that hold all payloads and miss the answer only, and some at ``s + 1``. In the
+second case the generation tells the first ones to commit (``Generation.commits``); they need
+nobody's help for that. Otherwise the step is taken again, and residuals that were written while
+encoding are restored from a copy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A compressed DDP model in the groups of another generation, and copies of residuals."""
+"""A compressed DDP model in the groups of another generation, and copies of residuals.
+
+Copies of residuals are on the next rank, for the loss of one. A model is still to get the mean of
+the residuals over the ranks. When a rank is lost, the one that has its copy adds it to its own
+residuals, and all ranks scale theirs to the new number of ranks, which keeps the mean of the old
+ones. The same scaling holds where ranks join without residuals.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A step that is taken again where a rank is lost, and what a training loop does for it."""
+"""A step that is taken again where a rank is lost, and what a training loop does for it.
+
+:class:`StepRecovery` is of a model in DDP; what all ranks do between two steps, in a loop of the
+user's own and under a Trainer, follows it.
+"""
 
 from __future__ import annotations
 

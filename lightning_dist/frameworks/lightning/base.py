@@ -200,6 +200,16 @@ class SyncStrategy(ParallelStrategy):
         if every and trainer.global_step % every == 0:
             self._log_comm(trainer)
 
+    def count_samples(self, samples: float) -> None:
+        """Count samples, or tokens, of the step to come beside those of batches.
+
+        Raises:
+            ValueError: there is no fit, or it does not weigh by samples.
+        """
+        if self._active is None:
+            raise ValueError("Samples are counted in a fit, and there is none; leave the call out")
+        self._active.count_samples(samples)
+
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)

@@ -286,8 +286,3 @@ class LocalUpdateModelParallelStrategy(SyncModelParallelStrategy):
     def updates(self) -> LocalUpdates | None:
         """The outer steps; None before the module is set up."""
         return None if self.sync is None else self.sync.updates
-
-    def count_samples(self, samples: float) -> None:
-        """Count samples, or tokens, of the step to come beside those of batches."""
-        assert self.sync is not None, "in a fit"
-        self.sync.count_samples(samples)

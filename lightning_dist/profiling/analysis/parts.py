@@ -1,4 +1,9 @@
-"""Parts of a step: intervals of time, each in one phase."""
+"""Parts of a step: intervals of time, each in one phase.
+
+Milliseconds are means over steps and ranks unless said otherwise; bytes are per step and rank. All
+but ``Summary.step_ms`` and ``profiler_overhead`` is of the steps that were recorded in detail,
+where any were. A figure that could not be measured is None, and ``unavailable`` says why.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from lightning_dist.profiling.capture.events import OF_NO_BUCKET
 from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import StepTimer
 from lightning_dist.ranks.channel import Watch, nothing
-from lightning_dist.sync.base import sync_of
+from lightning_dist.sync.base import sync_of, sync_within
 from lightning_dist.sync.fsdp.private import (
     collectives_of,
     parameter_groups_of,
@@ -35,7 +35,7 @@ from lightning_dist.sync.local.updates import LocalSync
 
 def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """The profiled part of ``model``: DDP, compressed shards, or local updates; None of others."""
-    sync = sync_of(getattr(model, "module", model), LocalSync)
+    sync = sync_within(model, LocalSync)
     if sync is not None:
         return cast(DistributedDataParallel, LocalModel(sync.updates))
     if isinstance(model, DistributedDataParallel):

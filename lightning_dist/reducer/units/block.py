@@ -1,4 +1,17 @@
-"""Units of block codecs, flat and in levels."""
+"""Units of block codecs, flat and in levels.
+
+Units overlap: on gloo one large all_to_all reaches 59 % of the link, eight asynchronous ones 96 %,
+and one unit is encoded while another travels. On an accelerator a unit is a whole bucket.
+
+A hierarchical unit is reduced inside a node before it crosses to the others::
+
+    bucket -> all_to_all inside -> mean of the node's ranks, on this rank's share
+           -> any unit, between nodes -> mean of all
+           -> all_gather inside -> bucket
+
+The units between nodes are those of a flat exchange, on the share instead of the bucket, among one
+rank of each node. So state belongs to a share and not to a rank's whole gradient.
+"""
 
 from __future__ import annotations
 

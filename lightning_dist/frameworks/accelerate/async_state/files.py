@@ -1,4 +1,12 @@
-"""Files of a saved state, and the scratch folders where Accelerate writes them."""
+"""Files of a saved state, and the scratch folders where Accelerate writes them.
+
+The lowest rank that writes a file has accelerate's name for it. Where another rank writes one with
+the same name, it is that rank's own state: ``custom_checkpoint_0.pkl`` of rank 1 is kept as
+``custom_checkpoint_0.rank1.pkl``. Accelerate by itself does not read those.
+
+``accelerator.load_state`` reads optimizers, schedulers and loaders with the restricted unpickler,
+but registered objects without it: those are read with it here first, which runs no code of theirs.
+"""
 
 from __future__ import annotations
 
