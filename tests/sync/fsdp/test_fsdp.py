@@ -1,5 +1,6 @@
 """Sharded models (FSDP2) whose shards cross between replicas compressed, on real processes."""
 
+import logging
 import re
 import shutil
 from collections import Counter
@@ -429,6 +430,30 @@ def test_momenta_of_shards_are_refused_by_name() -> None:
         optimizer = OneBitAdam(net.parameters(), freeze_step=2)
         with pytest.raises(ValueError, match=r"here they are sharded; use torch\.optim\.AdamW"):
             optimizer.step()
+
+
+def test_a_state_of_the_other_kind_is_dropped_and_said() -> None:
+    """Between replicas, or over all ranks: neither has residuals of the other."""
+    mesh, every = mesh_of(2, 2), init_device_mesh("cpu", (4,))
+    said: list[str] = []
+    watch = logging.Handler()
+    watch.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("lightning_dist")
+    logger.addHandler(watch)
+    try:
+        with compressed(mesh, "int8") as (net, ours):
+            train(net, ours=ours)
+            of_replicas = of_all(ours.state_dict())[0]
+            ours.load_state_dict({"steps": {"weight": 3}})
+            assert ours.reducer.step == 0
+            assert not any(each.any() for each in ours.reducer.residuals.values())
+        of_shards = compress_fsdp(sharded(every), "qsgd", mesh=every, parameters="int8")
+        of_shards.load_state_dict(of_replicas)
+        of_shards.close()
+    finally:
+        logger.removeHandler(watch)
+    dropped = [each for each in said if "compressed in the other way" in each]
+    assert len(dropped) == (2 if dist.get_rank() == 0 else 0)
 
 
 def test_the_next_fit_goes_on_with_the_same_model_only() -> None:
