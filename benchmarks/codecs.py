@@ -37,7 +37,7 @@ from benchmarks.harness.results import is_missing, parser_of, positive, recordin
 from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import CODECS, resolve_codec
-from lightning_dist.measurement.microbenchmark import Passes
+from lightning_dist.measurement.microbenchmark import CodecWork
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 _SEED = 1
@@ -46,7 +46,7 @@ _NUMEL = _UNITS * UNIT_ELEMENTS
 _Case = tuple[str, bool, str]  # codec, error feedback, mode
 
 
-def make_cases(names: Sequence[str], device: torch.device) -> dict[_Case, Passes]:
+def make_cases(names: Sequence[str], device: torch.device) -> dict[_Case, CodecWork]:
     """Every codec with its default feedback, and without; eager, and fused where that exists."""
     cases = {}
     for name in names:
@@ -56,14 +56,14 @@ def make_cases(names: Sequence[str], device: torch.device) -> dict[_Case, Passes
         choices = (True, False) if codec.keeps_residual else (False,)
         for feedback in choices[:1] if codec.momentum_correction else choices:
             for mode in ("eager", "fused") if codec.fusable else ("eager",):
-                cases[name, feedback, mode] = Passes(
+                cases[name, feedback, mode] = CodecWork(
                     codec, feedback=feedback, fused=mode == "fused", device=device, units=_UNITS
                 )
     return cases
 
 
 def measure_speed(
-    cases: dict[_Case, Passes], *, rounds: int, device: torch.device
+    cases: dict[_Case, CodecWork], *, rounds: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """One row per codec, feedback and mode."""
     source = torch.zeros(_NUMEL, device=device)
@@ -120,13 +120,13 @@ _TIMEOUT_S = 600.0
 _WIDTH, _LAYERS = 512, 16
 
 
-def train(steps: int, commit: Literal["immediate", "deferred"]) -> Iterator[dict[str, Any]]:
+def train(steps: int, state_update: Literal["immediate", "deferred"]) -> Iterator[dict[str, Any]]:
     """Bytes per compressed element, and how the resident set of this rank moves."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = (nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1)
-    handle = compress_ddp(model, "int8", compile_kernels=False, commit=commit)
+    handle = compress_ddp(model, "int8", compile_kernels=False, state_update=state_update)
     inputs = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(rank))
     resident, warm = {}, max(1, round(_WARM * steps))
     for step in range(steps):
@@ -140,7 +140,7 @@ def train(steps: int, commit: Literal["immediate", "deferred"]) -> Iterator[dict
     yield {
         "kind": "memory",
         "world_size": world_size,
-        "commit": commit,
+        "state_update": state_update,
         "steps": steps,
         "residual_bytes_per_element": held["residual_bytes"] / compressed,
         "buffer_bytes_per_element": held["buffer_bytes"] / compressed,
@@ -181,10 +181,10 @@ def main() -> None:
                     ranks=ranks,
                     timeout_s=_TIMEOUT_S,
                     steps=max(1, round(given.steps * share)),
-                    commit=commit,
+                    state_update=state_update,
                 )
                 for ranks, share in _STEPS_OF.items()
-                for commit in ("immediate", "deferred")
+                for state_update in ("immediate", "deferred")
             ]
             record.add([of_ranks[0][0] for of_ranks in of_worlds], MEMORY)
 
@@ -217,7 +217,7 @@ MEMORY = Table(
     kinds=("memory",),
     columns=[
         ("ranks", "{world_size}"),
-        ("commit", "{commit}"),
+        ("state_update", "{state_update}"),
         ("residual, bytes per element", "{residual_bytes_per_element:,.1f}"),
         ("payload buffers, bytes per element", "{buffer_bytes_per_element:,.1f}"),
         ("resident set after warm-up", "{resident_mb_warm:.0f} MB"),

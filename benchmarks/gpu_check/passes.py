@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.results import parser_of, recording
 from lightning_dist.codecs import CODECS, resolve_codec
-from lightning_dist.measurement.microbenchmark import Passes
+from lightning_dist.measurement.microbenchmark import CodecWork
 
 _STEPS = 2
 
@@ -22,7 +22,7 @@ def differing(name: str, device: torch.device) -> int:
     """Elements of the mean gradients of all steps that differ."""
     codec = resolve_codec(name)
     both = [
-        Passes(codec, feedback=codec.keeps_residual, fused=fused, device=device, units=2)
+        CodecWork(codec, feedback=codec.keeps_residual, fused=fused, device=device, units=2)
         for fused in (True, False)
     ]
     count = 0

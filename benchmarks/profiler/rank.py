@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp
-from lightning_dist.profiling.capture.session import SessionSettings
+from lightning_dist.profiling.capture.session import ProfileSessionSettings
 from lightning_dist.profiling.links import read_offset
 from lightning_dist.profiling.session.run import ProfileRun
 from lightning_dist.reducer.units.block import BlockUnit
@@ -63,7 +63,7 @@ class Training:
     @contextmanager
     def every_step(self, folder: Path) -> Iterator[None]:
         """A profile with all steps in detail."""
-        run = ProfileRun(self.model, parent=folder, settings=SessionSettings(max_overhead=1))
+        run = ProfileRun(self.model, parent=folder, settings=ProfileSessionSettings(max_overhead=1))
         yield
         run.close("finished", together=True)
 
@@ -211,7 +211,9 @@ def cost(folder: Path, *, codec: str, buckets: int, step_ms: float, rounds: int)
     """Wall and CPU milliseconds of a step, a pair for every block, by whether it was profiled."""
     bare, profiled = (Training(codec, layers=40, width=128, buckets=buckets) for _ in range(2))
     batch, estimate_ms = batch_of(bare, step_ms)
-    run = ProfileRun(profiled.model, parent=folder, settings=SessionSettings(max_overhead=0.01))
+    run = ProfileRun(
+        profiled.model, parent=folder, settings=ProfileSessionSettings(max_overhead=0.01)
+    )
     for training in (bare, profiled):
         training.block(_SETTLE, batch)
     steps = max(_LEAST_STEPS, round(_BLOCK_MS / estimate_ms))

@@ -77,7 +77,7 @@ from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_FSDP, WHATIF_SCALIN
 from benchmarks.step_time.tables import LOCAL_STEPS
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CodecCost
-from lightning_dist.profiling.capture.session import SessionSettings
+from lightning_dist.profiling.capture.session import ProfileSessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.session.models import as_ddp
 from lightning_dist.profiling.session.run import ProfileRun
@@ -187,7 +187,7 @@ def run(
 
 def _profile(made: Mapping[str, Training], folders: Mapping[str, str], steps: int) -> None:
     """Rows in turn step by step, so that what else the machine does is the same for all."""
-    settings = SessionSettings(max_overhead=1.0)
+    settings = ProfileSessionSettings(max_overhead=1.0)
     profiles = {
         name: ProfileRun(model, parent=folders[name], settings=settings, predict=False)
         for name, each in made.items()

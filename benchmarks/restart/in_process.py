@@ -233,7 +233,7 @@ def measure_strikes(root: str, draw: random.Random, *, kills: int, stops: int) -
 def measure_cost(root: str, *, rounds: int) -> list[Line]:
     """A row for each length of a step: medians of 2 ranks without faults, in turns.
 
-    Beside steps with ``recovery="restart"`` and the immediate commit, those with the deferred one,
+    Beside steps with ``recovery="restart"`` and the immediate update, those with the deferred one,
     which a recovery needs. Kernels are compiled, as those of large models are by default.
     """
     ways = {

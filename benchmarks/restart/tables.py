@@ -136,7 +136,7 @@ def _without_kills(meta: Any, rows: Rows) -> str:
         text += (
             f" Without faults: {cost['with_ms']:.2f} ms a step of {cost['sleep_s']:g} s of sleep, "
             f'beside {cost["without_ms"]:.2f} ms with `recovery="restart"` and '
-            f'{cost["deferred_ms"]:.2f} ms with that and `commit="deferred"`.'
+            f'{cost["deferred_ms"]:.2f} ms with that and `state_update="deferred"`.'
         )
     text += _renewed(meta, "cost")
     for row in (row for row in rows if row["kind"] == "goodput"):

@@ -35,9 +35,9 @@ def with_ours(folder: Path, options: dict[str, Any], note: Callable[[int, int], 
     init_process_group("gloo", **({"recovery": "in_process"} if recovers else {}))
     net, inputs = model_of(options)
     model = DistributedDataParallel(net)
-    commit = options.get("commit", "auto")
+    state_update = options.get("state_update", "auto")
     compiled = options.get("compile_kernels", False)
-    compress_ddp(model, options["codec"], commit=commit, compile_kernels=compiled)
+    compress_ddp(model, options["codec"], state_update=state_update, compile_kernels=compiled)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with ElasticLoop(
         folder / "ckpt",

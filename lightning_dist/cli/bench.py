@@ -16,7 +16,7 @@ from lightning_dist.cli.errors import BAD_INPUT, reported
 from lightning_dist.profiling.analysis.metrics import format_value
 
 if TYPE_CHECKING:
-    from lightning_dist.cli.bench_run import Report
+    from lightning_dist.cli.bench_run import BenchReport
 
 LEGEND = (
     "algbw = size / median time, busbw = algbw * factor, as nccl-tests defines them: 2(n-1)/n for "
@@ -87,7 +87,7 @@ def bench(
             "bench"
         )
     is_first = os.environ["RANK"] == "0"
-    settings = bench_run.Settings(
+    settings = bench_run.BenchSettings(
         (largest,) if pairs else sizes, names, iters, group, pairs, _device(device), timeout
     )
     try:
@@ -133,7 +133,7 @@ def _device(wish: str) -> str:
     return ("cuda" if gpus >= ranks else "cpu") if wish == "auto" else wish
 
 
-def print_report(report: Report) -> None:
+def print_report(report: BenchReport) -> None:
     """Print a heading and a table."""
     nodes = list(dict.fromkeys(report.nodes[rank] for rank in report.ranks))
     names = ", ".join(nodes) if len(nodes) <= 8 else f"{', '.join(nodes[:8])}, ..."
@@ -166,7 +166,7 @@ def print_report(report: Report) -> None:
     print_lines(LEGEND)
 
 
-def _print_pairs(report: Report, rates: Sequence[Sequence[float | None]]) -> None:
+def _print_pairs(report: BenchReport, rates: Sequence[Sequence[float | None]]) -> None:
     names = [f"{rank} {report.nodes[rank]}" for rank in report.ranks]
     rows = [
         (name, *("-" if rate is None else f"{rate:.3f}" for rate in row))

@@ -21,7 +21,7 @@ Scope = Literal["flat", "intra", "inter"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """Collectives to measure. ``pairs``: the matrix of all pairs, instead of ``ops``."""
 
     sizes: tuple[int, ...]
@@ -34,7 +34,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """Measurements of a group. The rates of the pairs are in Gbit/s, of ``ranks`` in their order.
 
     Args:
@@ -65,7 +65,7 @@ class Report:
         return {**asdict(self), "rows": rows}
 
 
-def run(settings: Settings) -> list[Report]:
+def run(settings: BenchSettings) -> list[BenchReport]:
     """Be one rank of a launcher's world. Reports of the groups, the same on all ranks.
 
     Raises:
@@ -86,12 +86,12 @@ def run(settings: Settings) -> list[Report]:
         members = members_of(scope, nodes)
         # A new group has torch's own timeout otherwise.
         groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in members]
-        own: Report | None = None
+        own: BenchReport | None = None
         for ranks, group in groups:
             if dist.get_rank() in ranks:
-                report = Report(tuple(nodes), ranks, scope, backend, device.type)
+                report = BenchReport(tuple(nodes), ranks, scope, backend, device.type)
                 own = _measured(report, settings, group=group, device=device)
-        found: list[Report | None] = [None] * len(nodes)
+        found: list[BenchReport | None] = [None] * len(nodes)
         dist.all_gather_object(found, own)  # also: nobody leaves before all are done
     finally:
         destroy_group()
@@ -128,8 +128,8 @@ def members_of(scope: str, nodes: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def _measured(
-    report: Report, settings: Settings, *, group: dist.ProcessGroup, device: torch.device
-) -> Report:
+    report: BenchReport, settings: BenchSettings, *, group: dist.ProcessGroup, device: torch.device
+) -> BenchReport:
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     with console.status("") as status:
         if settings.pairs:

@@ -68,7 +68,7 @@ def without_path(problem: str, path: str) -> str:
 
 
 @dataclass
-class Plan:
+class PrunePlan:
     """Future of every checkpoint, as ``(path, why)``."""
 
     kept: list[tuple[str, str]] = field(default_factory=list)
@@ -83,7 +83,9 @@ class Plan:
         }
 
 
-def plan(found: Sequence[Found], *, keep: int, check: Callable[[str], Verdict] = check) -> Plan:
+def plan(
+    found: Sequence[Found], *, keep: int, check: Callable[[str], Verdict] = check
+) -> PrunePlan:
     """Keep the ``keep`` newest whole checkpoints, and remove older ones.
 
     Names of one save (links, copies) are one checkpoint, and only the name under which a run saved
@@ -92,7 +94,7 @@ def plan(found: Sequence[Found], *, keep: int, check: Callable[[str], Verdict] =
     Args:
         found: as :func:`~lightning_dist.checkpoint.disk.scan.checkpoints` gives it.
     """
-    result, enough = Plan(), 0
+    result, enough = PrunePlan(), 0
     copies = {each.path: why for each in found if (why := _copy_of(each))}
     for paths in _saves(found):
         if enough >= keep:
@@ -266,7 +268,7 @@ def prune(
             lock.release()
 
 
-def _print_plan(planned: Plan, found: list[Found]) -> None:
+def _print_plan(planned: PrunePlan, found: list[Found]) -> None:
     known = {each.path: each.description for each in found}
     for word, color, items in (
         ("keep", "green", planned.kept),
@@ -281,7 +283,7 @@ def _print_plan(planned: Plan, found: list[Found]) -> None:
         typer.echo("nothing to remove")
 
 
-def _remove(planned: Plan, *, locked: bool, asks: bool, says: bool) -> None:
+def _remove(planned: PrunePlan, *, locked: bool, asks: bool, says: bool) -> None:
     if asks:
         hint = "" if locked else " (no locks here: make sure that no trainer writes to this folder)"
         typer.confirm(f"Remove {_counted(planned)}{hint}?", abort=True)
@@ -292,7 +294,7 @@ def _remove(planned: Plan, *, locked: bool, asks: bool, says: bool) -> None:
         typer.echo(f"removed {_counted(planned)}")
 
 
-def _counted(planned: Plan) -> str:
+def _counted(planned: PrunePlan) -> str:
     count = len(planned.removed)
     return f"{count} checkpoint" + "s" * (count != 1)
 

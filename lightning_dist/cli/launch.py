@@ -15,7 +15,7 @@ import typer
 
 from lightning_dist.cli import launch_accelerate, launch_plan
 from lightning_dist.cli.errors import reported
-from lightning_dist.cli.launch_plan import Plan, is_missing
+from lightning_dist.cli.launch_plan import LaunchPlan, is_missing
 from lightning_dist.settings.resolve import accelerate_default, sidecar_of
 
 USAGE = "[OPTIONS] script.py [ARGUMENTS]"
@@ -79,7 +79,7 @@ def launch(context: typer.Context) -> None:
     os.execve(sys.executable, [sys.executable, *made.arguments], {**os.environ, **made.environment})
 
 
-def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
+def _choose(words: Sequence[str], environ: Mapping[str, str]) -> LaunchPlan:
     """The plan of the launcher that these words are for; its first note says which and why.
 
     Raises:
@@ -90,12 +90,12 @@ def _choose(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     names_file = any(word.startswith(("--config_file", "--config-file")) for word in words)
     unconfigured = "no --config_file and no file of lightning-dist config"
 
-    def torchrun(why: str) -> Plan:
+    def torchrun(why: str) -> LaunchPlan:
         made = launch_plan.plan(words, environ)
         made.notes.insert(0, f"torchrun ({why})")
         return made
 
-    def accelerate(given: Any, file: Path, why: str) -> Plan:
+    def accelerate(given: Any, file: Path, why: str) -> LaunchPlan:
         made = launch_accelerate.plan(words, environ, given=given, file=file)
         made.notes.insert(0, f"accelerate launch ({why})")
         return made

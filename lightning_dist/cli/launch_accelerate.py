@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_dist.cli import config_accelerate as theirs
 from lightning_dist.cli.config import require_possible
-from lightning_dist.cli.launch_plan import Plan, cut, parsed, require_script
+from lightning_dist.cli.launch_plan import LaunchPlan, cut, parsed, require_script
 from lightning_dist.settings import CONFIG, resolve
 from lightning_dist.settings.resolve import sidecar_of
 
@@ -30,7 +30,7 @@ def parse(words: Sequence[str]) -> Any:
     return parsed(launch_parser(), words)
 
 
-def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: Path) -> Plan:
+def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: Path) -> LaunchPlan:
     """The ``accelerate launch`` for these words, with settings that reach the training.
 
     Args:
@@ -42,7 +42,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
             processes that would not find each other.
     """
     require_script(given)
-    made = Plan([], is_dry=given.dry_run)
+    made = LaunchPlan([], is_dry=given.dry_run)
     _hand_on(made, environ, file)
     resolved = resolve(environ={**environ, **made.environment})
     if resolved.outside and CONFIG not in made.environment:
@@ -68,7 +68,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str], *, given: Any, file: 
     return made
 
 
-def _hand_on(made: Plan, environ: Mapping[str, str], file: Path) -> None:
+def _hand_on(made: LaunchPlan, environ: Mapping[str, str], file: Path) -> None:
     """The variable that names the file in use to the training."""
     sidecar = sidecar_of(file).absolute()
     if not sidecar.is_file():
@@ -83,7 +83,7 @@ def _hand_on(made: Plan, environ: Mapping[str, str], file: Path) -> None:
 
 
 def _as_several(
-    made: Plan,
+    made: LaunchPlan,
     options: list[str],
     environ: Mapping[str, str],
     *,

@@ -23,7 +23,7 @@ _ANY = 1 << 20
 
 
 @dataclass
-class Plan:
+class LaunchPlan:
     """Arguments of the Python that runs torchrun, additions to its variables, and why."""
 
     arguments: list[str]
@@ -32,7 +32,7 @@ class Plan:
     is_dry: bool = False
 
 
-def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
+def plan(words: Sequence[str], environ: Mapping[str, str]) -> LaunchPlan:
     """Command for the command line ``words``.
 
     Raises:
@@ -47,7 +47,7 @@ def plan(words: Sequence[str], environ: Mapping[str, str]) -> Plan:
     )
     fewest, most = _nodes(given.nnodes)
     _require_recovery(given.nproc_per_node, (fewest, most), environ)
-    made = Plan([], is_dry=given.dry_run)
+    made = LaunchPlan([], is_dry=given.dry_run)
     added: list[str] = []
 
     def add(option: str, why: str) -> None:
@@ -133,10 +133,10 @@ def _require_all(*checks: tuple[Callable[..., object], object]) -> None:
 
 def _require_recovery(ranks: str, nodes: tuple[int, int], environ: Mapping[str, str]) -> None:
     """Refuse variables of recovery here, and not on every node."""
-    from lightning_dist.elastic.recovery.coordinator import RecoverySettings
+    from lightning_dist.elastic.recovery.coordinator import CoordinatorSettings
 
     most = int(ranks) if ranks.isdecimal() else _ANY
-    RecoverySettings.from_env(nodes=nodes, ranks=most, environ=environ)
+    CoordinatorSettings.from_env(nodes=nodes, ranks=most, environ=environ)
 
 
 def _backend(given: Any, fewest: int, most: int) -> str:

@@ -18,7 +18,7 @@ from lightning_dist.checkpoint.disk.scan import checkpoints
 from lightning_dist.checkpoint.disk.storage import LocalStorage, storage_of
 from lightning_dist.elastic.data.plan import Layout
 from lightning_dist.elastic.progress import ElasticState
-from lightning_dist.elastic.recovery.protocol import Change
+from lightning_dist.elastic.recovery.protocol import OutageReport
 from lightning_dist.ranks.agreement import Ranks
 
 log = get_logger(__name__)
@@ -138,7 +138,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RestartCosts:
     """Cost of the restarts of a run.
 
     Args:
@@ -162,7 +162,7 @@ class Summary:
     residual_norm_lost: float = 0.0
 
 
-def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
+def summarize(lines: list[dict[str, Any]], *, run_id: str) -> RestartCosts:
     """Add up what the journal of a run says; all but ``end`` is of the leader."""
     starts = [each for each in lines if each["event"] == "start" and each.get("run_id") == run_id]
     ends = [each for each in lines if each["event"] == "end"]
@@ -175,7 +175,7 @@ def summarize(lines: list[dict[str, Any]], *, run_id: str) -> Summary:
     caught_up = [each for each in lines if each["event"] == "caught_up"]
     mine = [each for each in caught_up if each.get("run_id") == run_id]
     changes = [each for each in lines if each["event"] == CHANGE and each.get("run_id") == run_id]
-    return Summary(
+    return RestartCosts(
         restarts=len(causes),
         causes=causes,
         lost_time_s=sum(each["seconds"] for each in mine),
@@ -337,13 +337,13 @@ class RunHistory:
             self._has_saved = True
             self._journal.write(SAVED, run_id=self.run_id)
 
-    def change(self, change: Change) -> None:
+    def report_outage(self, report: OutageReport) -> None:
         """Write down who takes part from now on, within the process."""
         if self._leads:
-            self._journal.write(CHANGE, run_id=self.run_id, **asdict(change))
+            self._journal.write(CHANGE, run_id=self.run_id, **asdict(report))
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> RestartCosts:
         """Cost of restarts of this run so far; on the leader."""
         return summarize(self._journal.read(), run_id=self.run_id)
 
@@ -409,7 +409,7 @@ def start_line(
     return f"{start}; global batch {now.global_batch}: {passes} on {ranks}{uneven}"
 
 
-def cost_line(summary: Summary) -> str:
+def cost_line(summary: RestartCosts) -> str:
     """Log line: the cost of restarts and of changes within the process."""
     parts = []
     if summary.restarts:

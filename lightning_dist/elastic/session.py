@@ -10,11 +10,11 @@ from lightning_dist.base.features import RESTART
 from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
-from lightning_dist.elastic.data.sharding import Deal
+from lightning_dist.elastic.data.sharding import DataShards
 from lightning_dist.elastic.history import FINISHED, RunHistory, cost_line, start_line
 from lightning_dist.elastic.process.lifecycle import ProcessLifecycle, stop_line
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
-from lightning_dist.elastic.recovery.protocol import Change
+from lightning_dist.elastic.recovery.protocol import OutageReport
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.ranks.launch import Launch
@@ -24,10 +24,10 @@ _TO_EXIT = 10.0
 """Seconds for a process whose grace period is over."""
 
 
-class Placement:
+class TrainingLoop:
     """Operations that a session leaves to a Trainer or a loop, and its position in the data."""
 
-    data: Deal
+    data: DataShards
     stopped: type[SystemExit] = SystemExit
     """Exception that ends this process where all ranks stop, with its exit code."""
 
@@ -73,7 +73,7 @@ class Placement:
         """All ranks stop, for ``reasons`` by rank; empty for those without a notice."""
 
 
-class Session:
+class ElasticSession:
     """From the set-up of a training to its end.
 
     Args:
@@ -98,7 +98,7 @@ class Session:
 
     @property
     def members(self) -> Membership:
-        """All ranks, from :meth:`meet` on."""
+        """All ranks, from :meth:`rendezvous` on."""
         assert self._members is not None
         return self._members
 
@@ -108,7 +108,7 @@ class Session:
         assert self._retention is not None
         return self._retention
 
-    def meet(self, members: Membership | None = None) -> None:
+    def rendezvous(self, members: Membership | None = None) -> None:
         """Begin to watch for progress, and make the groups of all ranks. Collective.
 
         Args:
@@ -117,29 +117,29 @@ class Session:
         self.lifecycle.open()
         self._members = members or Membership(sharded=self.settings.saving.sharded)
 
-    def open(self, placement: Placement) -> str | None:
+    def open(self, loop: TrainingLoop) -> str | None:
         """Own the folder; the newest complete checkpoint in it. Collective.
 
         Raises:
             ValueError: not all ranks see it, it cannot be written, or is not of such a run.
             CheckpointError: there are checkpoints, and none is complete.
         """
-        self._placement, self._saved_step, self.resumed = placement, -1, None
+        self._loop, self._saved_step, self.resumed = loop, -1, None
         folder = self.settings.folder
         self.history.open(folder, ranks=self.members.ranks, seed=self.settings.seed)
-        self._retention = self._retained(placement)
+        self._retention = self._retained(loop)
         self._is_open = True
         found = self.retention.open()
         self.newest = found or ""
         return found
 
-    def _retained(self, placement: Placement) -> Retention:
+    def _retained(self, loop: TrainingLoop) -> Retention:
         return Retention(
             self.settings.folder,
             keep=self.settings.max_to_keep,
             settings=self.settings.saving,
             members=self.members,
-            warn=placement.warn,
+            warn=loop.warn,
             committed=self._committed,
             # Ranks of a launcher that was killed take their grace period to end.
             patience=self.settings.grace_period + _TO_EXIT if Launch.from_env().is_elastic else 0.0,
@@ -147,7 +147,7 @@ class Session:
 
     def _committed(self, event: Committed) -> None:
         self.history.saved()
-        self._placement.committed(event)
+        self._loop.committed(event)
 
     def facts(self) -> dict[str, Any]:
         """Values that are equal on all ranks, for a rank that joins them; see :meth:`move`."""
@@ -159,7 +159,7 @@ class Session:
         }
 
     def move(
-        self, placement: Placement, members: Membership, *, facts: dict[str, Any] | None = None
+        self, loop: TrainingLoop, members: Membership, *, facts: dict[str, Any] | None = None
     ) -> None:
         """Go on with other ranks, maybe under another leader. Collective among them.
 
@@ -168,9 +168,9 @@ class Session:
         """
         self._members = members
         if facts is not None:
-            self._placement, self.resumed = placement, None
+            self._loop, self.resumed = loop, None
             self._saved_step, self.newest = facts["saved_step"], facts["newest"]
-            self._retention, self._is_open = self._retained(placement), True
+            self._retention, self._is_open = self._retained(loop), True
         known = facts or self.facts()
         run, seed = known["run_id"], known["seed"]
         self.history.move(self.settings.folder, ranks=members.ranks, run_id=run, seed=seed)
@@ -181,12 +181,12 @@ class Session:
         if self.costs or members.ranks.is_leader:
             self._count_costs()
 
-    def change(self, change: Change) -> None:
+    def report_outage(self, report: OutageReport) -> None:
         """Tell and write down that members have changed within the process, on the leader."""
         self.lifecycle.heartbeat()
-        say = self._placement.warn if change.lost else self._placement.info
-        say(change.line)
-        self.history.change(change)
+        say = self._loop.warn if report.lost else self._loop.info
+        say(report.line)
+        self.history.report_outage(report)
         self._count_costs()
 
     def load(self, state: ElasticState | None, *, is_own: bool) -> None:
@@ -221,21 +221,21 @@ class Session:
         """
         world_size = self.members.world_size
         if not self.lifecycle.recovers:  # otherwise one begins where others are in a step
-            facts = self._placement.data.agreed
+            facts = self._loop.data.agreed
             rule = "All ranks must take batches of the same data"
             self.members.ranks.require_equal(facts, rule=rule)
         line = start_line(self.resumed, now, world_size=world_size, foreign=foreign)
-        self._placement.info(line)
-        for warning in (*Launch.from_env().missing_settings(), self._placement.data.left_out):
+        self._loop.info(line)
+        for warning in (*Launch.from_env().missing_settings(), self._loop.data.left_out):
             if warning:
-                self._placement.warn(warning)
+                self._loop.warn(warning)
         self.history.start(self.resumed, first=first, world_size=world_size)
         self._count_costs()
 
     def nothing_is_left(self, now: Layout | None) -> None:
         """Say that this start does not train: it is no restart, and the account is as it was."""
         line = start_line(self.resumed, now, world_size=self.members.world_size)
-        self._placement.warn(
+        self._loop.warn(
             f"{line}; there is nothing left to do: the run in {self.settings.folder} is complete, "
             "and this model has got its weights. For another training give another folder"
         )
@@ -271,7 +271,7 @@ class Session:
         Args:
             **facts: of the state, beside those that a loop and a Trainer have in common.
         """
-        at = self._placement
+        at = self._loop
         first, layout = at.data.layouts
         return ElasticState(
             run_id=self.history.run_id,
@@ -301,7 +301,7 @@ class Session:
             metrics: logged by this rank.
             **facts: see :meth:`here`.
         """
-        own = self._placement.data.rank
+        own = self._loop.data.rank
         gathered = self.members.ranks.gather((rng, (own, loader), metrics or {}))
         states, by_rank, logged = (list(each) for each in zip(*gathered, strict=True))
         loaders = [state for _, state in sorted(dict(by_rank).items())]  # once for each share
@@ -318,7 +318,7 @@ class Session:
         Args:
             ended: the epoch that has ended after this step, counted from 0; None within one.
         """
-        steps, settings = self._placement.steps, self.settings
+        steps, settings = self._loop.steps, self.settings
         if ended is None:
             is_due = settings.is_due_after_step(steps)
         else:
@@ -329,20 +329,20 @@ class Session:
 
     def save(self) -> None:
         """Save this step, unless it is saved or ``on_busy`` says to skip it. Collective."""
-        steps = self._placement.steps
+        steps = self._loop.steps
         if self._saved_step == steps:
             return
-        path = self.retention.begin(f"epoch={self._placement.epoch}-step={steps}.ckpt")
+        path = self.retention.begin(f"epoch={self._loop.epoch}-step={steps}.ckpt")
         if path is None:
             return
-        self._placement.write(path)
+        self._loop.write(path)
         self._saved_step = steps
         self.lifecycle.heartbeat()
 
     def _save_for_good(self) -> int | None:
         """Save this step if it is not saved yet, and wait; the newest step that is durable then."""
         self._await_saves()
-        if self._durable_step() != self._placement.steps:
+        if self._durable_step() != self._loop.steps:
             self._saved_step = -1  # a save of this step that was asked for has failed
             self.save()
             self._await_saves()
@@ -385,17 +385,17 @@ class Session:
         saved = self._save_for_good()
         # A launcher that sees a rank go tells the others once more. That must end them, also where
         # they would wait for the launcher, as functions that it has called do.
-        self._placement.all_saved()
+        self._loop.all_saved()
         # No rank leaves before all have come here.
         notices = self.members.ranks.gather(self.lifecycle.notice)
         self.members.stop.end()
-        steps, reasons = self._placement.steps, [reason for _, reason in notices]
+        steps, reasons = self._loop.steps, [reason for _, reason in notices]
         code = self.lifecycle.stop(notices, is_saved=saved == steps)
-        self._placement.stopping(reasons)
-        say = self._placement.info if saved == steps else self._placement.warn
+        self._loop.stopping(reasons)
+        say = self._loop.info if saved == steps else self._loop.warn
         say(stop_line(steps, reasons, saved=saved))
         self.lifecycle.leave()
-        raise self._placement.stopped(code)
+        raise self._loop.stopped(code)
 
     def complete(self, *, saves: bool = True) -> None:
         """The training has ended as it should. Collective.
@@ -412,7 +412,7 @@ class Session:
         if self.members.ranks.is_leader:
             summary = self.history.summary
             if summary.restarts or summary.generations:
-                self._placement.info(cost_line(summary))
+                self._loop.info(cost_line(summary))
 
     def close(self, error: BaseException | None = None, *, stopped: bool = False) -> None:
         """The end of this process's part, with what has ended it.

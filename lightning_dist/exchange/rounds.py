@@ -154,7 +154,7 @@ Allocate = Callable[[int], Tensor]
 """Bytes -> flat uint8 memory, aligned for any dtype."""
 
 
-class Where(TypedDict):
+class ExchangeArguments(TypedDict):
     """Arguments of every exchange: between whom, and in which memory."""
 
     channel: Channel
@@ -189,7 +189,7 @@ class Exchange(ABC):
     sent: Sent
     """Bytes of one use."""
 
-    def __init__(self, **where: Unpack[Where]) -> None:
+    def __init__(self, **where: Unpack[ExchangeArguments]) -> None:
         self.channel, self._topology = where["channel"], where["topology"]
         self._device, self._allocate = where["device"], where.get("allocate")
         self.work: Sequence[PendingWork] = ()
@@ -246,7 +246,7 @@ class AllReduce(Exchange):
         keep_own: bool,
         weight: float = 1.0,
         in_place: Tensor | None = None,
-        **where: Unpack[Where],
+        **where: Unpack[ExchangeArguments],
     ) -> None:
         super().__init__(**where)
         self._weight = weight
@@ -281,7 +281,7 @@ class AllGather(RowExchange):
         size: bytes of a payload, which is one row.
     """
 
-    def __init__(self, size: int, **where: Unpack[Where]) -> None:
+    def __init__(self, size: int, **where: Unpack[ExchangeArguments]) -> None:
         super().__init__(**where)
         world, rank = self._topology.world_size, self._topology.rank
         self.payload_bytes = self._memory(world * size).view(world, size)
@@ -324,7 +324,7 @@ class TwoShot(RowExchange):
     """
 
     def __init__(
-        self, sizes: Sequence[int], *, keep_own: bool = False, **where: Unpack[Where]
+        self, sizes: Sequence[int], *, keep_own: bool = False, **where: Unpack[ExchangeArguments]
     ) -> None:
         super().__init__(**where)
         self.rank, self._sizes = self._topology.rank, list(sizes)

@@ -30,7 +30,7 @@ from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
 from lightning_dist.profiling.capture.events import FINISHED, ErrorRecord
-from lightning_dist.profiling.capture.session import SessionSettings, require_traceable
+from lightning_dist.profiling.capture.session import ProfileSessionSettings, require_traceable
 from lightning_dist.profiling.session.live import (
     CODE,
     LiveProfile,
@@ -145,7 +145,7 @@ class CommProfiler(pl.Callback):
         self._dirpath = dirpath
         self._start = partial(
             ProfileRun,
-            settings=SessionSettings(
+            settings=ProfileSessionSettings(
                 max_overhead=max_overhead, error_every_n_steps=error_every_n_steps
             ),
             measure_links=measure_links,
@@ -228,7 +228,10 @@ class CommProfiler(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._live is not None and self._run is None:  # this rank has met the others meanwhile
             strategy: Any = trainer.strategy
-            how: dict[str, Any] = {"leads": lambda: trainer.is_global_zero, "meet": strategy.meet}
+            how: dict[str, Any] = {
+                "leads": lambda: trainer.is_global_zero,
+                "run_collective": strategy.run_collective,
+            }
             self._open(strategy.model, _parent(trainer), **how)
 
     def _open(

@@ -17,9 +17,9 @@ from lightning_dist.codecs.base import Codec
 from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.measurement.microbenchmark import (
     WIDTH,
+    CodecWork,
     DeviceClock,
     HostClock,
-    Passes,
     StreamClock,
     clock_of,
 )
@@ -116,13 +116,13 @@ def _cost(
     device: torch.device,
     units: int,
     where: str,
-    seconds: Callable[[Passes], tuple[float, float]],
+    seconds: Callable[[CodecWork], tuple[float, float]],
 ) -> CodecCost:
     wire, assumption = _wire(name, codec)
     can_fuse = fused and codec.fusable and not codec.lossless
 
-    def passes(ranks: Literal[1, 2]) -> Passes:
-        return Passes(
+    def passes(ranks: Literal[1, 2]) -> CodecWork:
+        return CodecWork(
             codec,
             feedback=codec.keeps_residual,
             fused=can_fuse,
@@ -174,7 +174,7 @@ def _clock_of_work(device: torch.device) -> DeviceClock:
     return HostClock(time.thread_time_ns) if device.type == "cpu" else clock_of(device)
 
 
-def _seconds(passes: Passes, *, rounds: int, clock: DeviceClock) -> tuple[float, float]:
+def _seconds(passes: CodecWork, *, rounds: int, clock: DeviceClock) -> tuple[float, float]:
     """Seconds of encode and of decode."""
     encode, decoded = [], []
     for _ in range(1 + rounds):  # the first touches the memory
@@ -185,7 +185,7 @@ def _seconds(passes: Passes, *, rounds: int, clock: DeviceClock) -> tuple[float,
     return statistics.median(encode[1:]), statistics.median(decoded[1:])
 
 
-def _once(passes: Passes, clock: DeviceClock) -> tuple[float, float]:
+def _once(passes: CodecWork, clock: DeviceClock) -> tuple[float, float]:
     passes.prepare()
     if isinstance(clock, StreamClock):
         clock.hold(_AHEAD)

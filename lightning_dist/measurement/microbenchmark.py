@@ -175,7 +175,7 @@ WIDTH = 1024
 """Rows and columns of the gradients, which are matrices."""
 
 
-class Passes:
+class CodecWork:
     """The work of one rank on the gradients of matrices, before and after the exchange.
 
     Nothing is sent: every payload that is received is a copy of the rank's own.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_dist.base.accelerator import DeviceEvent, device_module, is_accelerator
-from lightning_dist.exchange.rounds import Allocate, Where
+from lightning_dist.exchange.rounds import Allocate, ExchangeArguments
 from lightning_dist.ranks import Topology
 from lightning_dist.ranks.channel import Channel, WaitLimit
 from lightning_dist.ranks.levels import Level, Nodes, levels_of, rows_of
@@ -58,7 +58,7 @@ class Executor(ABC):
         """As :meth:`drain`; no task may be submitted after it."""
 
 
-class Worker(Executor):
+class ExecutorThread(Executor):
     """One thread, started by the first task. For CPUs, where a wait for a collective blocks.
 
     A thread of our own because waiting in a gloo future callback deadlocks. An exit handler ends
@@ -72,7 +72,7 @@ class Worker(Executor):
         self._tasks: Tasks = queue.SimpleQueue()
         arguments = self._tasks, device
         self._thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
-        self._end: finalize[..., Worker] | None = None
+        self._end: finalize[..., ExecutorThread] | None = None
 
     @override
     def submit(self, task: Task) -> None:
@@ -116,7 +116,7 @@ class SideStream(Executor):
             communicate in their backward pass, whose collectives NCCL wants in one order with ours.
     """
 
-    def __init__(self, device: torch.device, worker: Worker | None) -> None:
+    def __init__(self, device: torch.device, worker: ExecutorThread | None) -> None:
         self._device, self._module = device, device_module(device)
         # With priority: a mean that arrives is not to wait for the kernels of the backward pass.
         self._stream, self._worker = self._module.Stream(device, priority=-1), worker
@@ -152,7 +152,7 @@ class SideStream(Executor):
         return over
 
 
-_workers: WeakValueDictionary[torch.device, Worker] = WeakValueDictionary()
+_workers: WeakValueDictionary[torch.device, ExecutorThread] = WeakValueDictionary()
 
 
 def executor_for(device: torch.device, *, in_order: bool = False) -> Executor:
@@ -166,12 +166,12 @@ def executor_for(device: torch.device, *, in_order: bool = False) -> Executor:
     """
     name = "lightning_dist reducer"
     if not is_accelerator(device):
-        return Worker(name)
+        return ExecutorThread(name)
     if in_order:
         return SideStream(device, None)
     worker = _workers.get(device)
     if worker is None:
-        worker = _workers[device] = Worker(name, device)
+        worker = _workers[device] = ExecutorThread(name, device)
     return SideStream(device, worker)
 
 
@@ -180,7 +180,7 @@ NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
-class Rows:
+class StateRows:
     """Holder of a row of the gathered state: a rank, or the ranks of a node together.
 
     The mean over the rows is the residual of the model, whatever they are.
@@ -235,9 +235,9 @@ class Network:
         """Of every wait for a collective of the network."""
         return self.data.limit
 
-    def where(self, allocate: Allocate | None = None) -> Where:
+    def where(self, allocate: Allocate | None = None) -> ExchangeArguments:
         """Arguments of an exchange of payloads, in memory of its own by default."""
-        return Where(
+        return ExchangeArguments(
             channel=self.data, topology=self.topology, device=self.device, allocate=allocate
         )
 
@@ -247,9 +247,9 @@ class Network:
         return Channel(self.data.group, name="state", limit=self.limit)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> StateRows:
         """Rows of the gathered state of all ranks."""
-        return Rows(self.row_of or tuple(range(self.world_size)), self.rank)
+        return StateRows(self.row_of or tuple(range(self.world_size)), self.rank)
 
     @property
     def channels(self) -> list[Channel]:

@@ -1,10 +1,10 @@
 """Path of a gradient: slices -> (+ residual) -> encode -> exchange -> decode, in place.
 
-Immediate commit: the residual is written in the pass that encodes, and a tensor is decoded while
-the next one is on its way. Deferred commit: the residual is written once the step is known to be
+Immediate update: the residual is written in the pass that encodes, and a tensor is decoded while
+the next one is on its way. Deferred update: the residual is written once the step is known to be
 finite on every rank, so that an overflow under a GradScaler leaves no trace. That is known when the
 step is finished; until then tensors keep their local gradients and the received payloads wait
-(``commit.py``). Finite steps are the same bits under both.
+(``state_update.py``). Finite steps are the same bits under both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_dist.ranks.traffic import Sent
-from lightning_dist.reducer.commit import (
+from lightning_dist.reducer.network import Executor, Network
+from lightning_dist.reducer.plan.plans import Handle, Plans
+from lightning_dist.reducer.plan.slices import ParameterSlice
+from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.stats import CommStats, Observer, show_encoding, working
+from lightning_dist.reducer.step_end import (
     Adjustment,
     Answer,
     DelayedMeans,
@@ -30,11 +35,6 @@ from lightning_dist.reducer.commit import (
     require_equal_hyperparameters,
     sum_of_bits,
 )
-from lightning_dist.reducer.network import Executor, Network
-from lightning_dist.reducer.plan.plans import Handle, Plans
-from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.state import ReducerState
-from lightning_dist.reducer.stats import CommStats, Observer, show_encoding, working
 from lightning_dist.reducer.units.base import CodecGroup, decode_all, staggered
 from lightning_dist.settings.exchange import ExchangeSettings
 
@@ -82,8 +82,8 @@ class Pipeline:
         """Agreement of the ranks on the last committed step."""
         self.hyperparameters: Callable[[], Mapping[str, str]] | None = None
         """Hyperparameters of the optimizers that apply the means, which ranks compare."""
-        self.immediate = settings.commit == "immediate" or (
-            settings.commit == "auto" and not allow_absent and grad_scale is None
+        self.immediate = settings.state_update == "immediate" or (
+            settings.state_update == "auto" and not allow_absent and grad_scale is None
         )
         """Whether state is committed when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
@@ -148,7 +148,7 @@ class Pipeline:
     def abandon(self) -> None:
         """Give up a step that was started and will not be finished.
 
-        Under the immediate commit the payloads that were sent are lost; under the deferred one no
+        Under the immediate update the payloads that were sent are lost; under the deferred one no
         state changes.
         """
         if self.network.world_size > 1 and not self.closed:

@@ -18,7 +18,6 @@ from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.log import get_logger
 from lightning_dist.ranks import Topology
 from lightning_dist.ranks.facts import Spread
-from lightning_dist.reducer.commit import Answer, Recovery
 from lightning_dist.reducer.network import Executor, Network, executor_for
 from lightning_dist.reducer.pipeline import Pipeline
 from lightning_dist.reducer.plan.planner import Planner
@@ -37,6 +36,7 @@ from lightning_dist.reducer.state import (
     require_one_state,
 )
 from lightning_dist.reducer.stats import Observer, run_config
+from lightning_dist.reducer.step_end import Answer, Recovery
 from lightning_dist.settings.exchange import ExchangeSettings
 
 log = get_logger(__name__)
@@ -150,7 +150,7 @@ class Reducer(Pipeline):
 
         The contents of a tensor whose exchange has failed are lost. :attr:`step` counts a step that
         was committed as soon as the futures of its tensors are ready; if it was not committed, all
-        state is as before it: under the immediate commit, and where the exchange is hierarchical,
+        state is as before it: under the immediate update, and where the exchange is hierarchical,
         restored from a copy, of 4 bytes an element. After a failure nothing is exchanged until
         :meth:`rebind`.
 
@@ -207,8 +207,8 @@ class Reducer(Pipeline):
 
     def comm_config(self) -> dict[str, Any]:
         """Codec, exchange, nodes and versions, for the configuration of a tracked run."""
-        commit = "immediate" if self.immediate else "deferred"
-        return {**run_config(self.settings, self.network), "commit": commit}
+        state_update = "immediate" if self.immediate else "deferred"
+        return {**run_config(self.settings, self.network), "state_update": state_update}
 
     def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype) -> None:
         """Allocate the state of ``slices`` under the codecs of this step.

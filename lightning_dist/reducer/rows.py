@@ -63,7 +63,7 @@ class _Part:
         return [part[:, :n] for part, (_, n) in zip(parts, self.slices, strict=True)]
 
 
-class Rows:
+class RowLayout:
     """Byte layout of rows of ``numel`` elements of ``dtype``.
 
     Args:
@@ -199,7 +199,7 @@ class RowGather:
     This rank too gets what the others get of its row.
     """
 
-    def __init__(self, rows: Rows, topology: Topology) -> None:
+    def __init__(self, rows: RowLayout, topology: Topology) -> None:
         self.rows = rows
         self.sent = traffic.ring_all_gather(rows.nbytes, topology)
         self.raw = traffic.ring_all_gather(rows.numel * rows.dtype.itemsize, topology)
@@ -227,7 +227,9 @@ class RowReduceScatter:
         name: of what is reduced, for random numbers that nothing else draws.
     """
 
-    def __init__(self, rows: Rows, topology: Topology, *, name: str, device: torch.device) -> None:
+    def __init__(
+        self, rows: RowLayout, topology: Topology, *, name: str, device: torch.device
+    ) -> None:
         self.rows, self.step = rows, 0
         self._name = name
         self.errors = rows.errors(device)

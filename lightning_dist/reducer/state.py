@@ -14,12 +14,12 @@ from lightning_dist.base.private import tensors_in
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.rounds import bits_digest
 from lightning_dist.ranks.facts import Facts, Spread, all_facts, differences, gather
-from lightning_dist.reducer.network import Network, Rows
+from lightning_dist.reducer.network import Network, StateRows
 from lightning_dist.reducer.plan.slices import ParameterSlice
 
 
 @dataclass
-class Held:
+class ResidualParts:
     """State of one kind for a parameter, flat and unscaled.
 
     A rank holds all of it, or the ``parts`` that it is responsible for on its node, by where they
@@ -34,7 +34,7 @@ class Held:
     start: int | None = None
 
     @classmethod
-    def from_row(cls, row: Tensor) -> Held:
+    def from_row(cls, row: Tensor) -> ResidualParts:
         return cls(row.numel(), row.dtype, loaded=row)
 
     @property
@@ -130,7 +130,11 @@ def _names(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, int]]:
             has_rows = isinstance(found, Tensor) and found.dim() == 2
             yield (
                 name,
-                found.numel if isinstance(found, Held) else found.shape[1] if has_rows else 0,
+                found.numel
+                if isinstance(found, ResidualParts)
+                else found.shape[1]
+                if has_rows
+                else 0,
             )
 
 
@@ -147,14 +151,14 @@ class ReducerState:
     """Residuals and momenta, which differ from rank to rank, and factors, equal where they are."""
 
     def __init__(self) -> None:
-        self.held: dict[tuple[str, str], Held] = {}
+        self.held: dict[tuple[str, str], ResidualParts] = {}
         """State that differs between ranks, by kind and parameter, on this rank or another."""
         self.factors: dict[str, tuple[Tensor, ...]] = {}
         self._starts: dict[str, int] = {}  # elements of a parameter before the part with factors
         self._loaded_factors: dict[str, Parts] = {}  # not needed here so far
         self.is_mean = False
         """It is that of :meth:`average`, whole on every rank: no step has been committed since."""
-        self._adopted: list[Held] = []  # since then
+        self._adopted: list[ResidualParts] = []  # since then
 
     @property
     def residuals(self) -> dict[str, Tensor]:
@@ -187,13 +191,13 @@ class ReducerState:
         held.parts[part.start] = found.to(device=device, dtype=dtype)
         return held.parts[part.start]
 
-    def know(self, kind: str, part: ParameterSlice, *, dtype: torch.dtype) -> Held:
+    def know(self, kind: str, part: ParameterSlice, *, dtype: torch.dtype) -> ResidualParts:
         """There is state of ``kind`` for the parameter of ``part``, here or on another rank.
 
         Raises:
             ValueError: what was loaded has another number of elements.
         """
-        held = self.held.setdefault((kind, part.name), Held(part.whole, dtype))
+        held = self.held.setdefault((kind, part.name), ResidualParts(part.whole, dtype))
         if held.loaded is not None and held.numel != part.whole:
             raise ValueError(
                 f"The stored residual of {part.name!r} has {held.numel} elements, the parameter "
@@ -306,19 +310,19 @@ class ReducerState:
         for of_rank in _of_all_ranks({"held": own}, network):
             for kind, name, numel, double in of_rank["held"]:
                 dtype = torch.float64 if double else torch.float32
-                self.held.setdefault((kind, name), Held(numel, dtype))
+                self.held.setdefault((kind, name), ResidualParts(numel, dtype))
 
-    def load(self, gathered: Mapping[str, Any], rows: Rows) -> None:
+    def load(self, gathered: Mapping[str, Any], rows: StateRows) -> None:
         """Take over what :meth:`gather` returned, in place of everything held now.
 
         With the same number of rows each gets its own back. Otherwise each gets the mean: what is
         still missing in the model is the mean over rows, and the mean of equal rows is that. A rank
-        that has read its part of that by itself gives it as :class:`.Held`.
+        that has read its part of that by itself gives it as :class:`.ResidualParts`.
         """
         self.held = {
             (kind, name): found
-            if isinstance(found, Held)
-            else Held.from_row(
+            if isinstance(found, ResidualParts)
+            else ResidualParts.from_row(
                 (found[rows.own] if len(found) == rows.count else found.mean(0)).clone()
             )
             for kind, plural in _KINDS.items()
@@ -353,11 +357,11 @@ class ReducerState:
             rows = ["mean" if fact["mean"] else None for fact in facts]
         row = rows[rank]
         first, count = rows.index(row) == rank, len({*rows} - {None})
-        found: dict[tuple[str, str], Held] = {}
+        found: dict[tuple[str, str], ResidualParts] = {}
         for kind, name, held in self._in_order():
             mine = held.row(first=first).to(network.device, copy=True).mul_(row is not None)
             channel.all_reduce(mine).wait()
-            found[kind, name] = Held.from_row(mine.div_(max(count, 1)).cpu())
+            found[kind, name] = ResidualParts.from_row(mine.div_(max(count, 1)).cpu())
         factors = self._factors_of_all(network, on_all=True)
         self.held, self._adopted, self.is_mean = found, [], True
         self.load_factors(factors)
@@ -385,7 +389,7 @@ class ReducerState:
             row, begin = packed[begin : begin + numel], begin + numel
             held = self.held.get((kind, name))
             if held is None:
-                self.held[kind, name] = Held.from_row(row.clone())
+                self.held[kind, name] = ResidualParts.from_row(row.clone())
                 continue
             for start, part in held.of_row(first=True):
                 part.add_(row[start : start + part.numel()].to(part.device))
@@ -396,7 +400,7 @@ class ReducerState:
             for _, part in held.of_row(first=True):
                 part.mul_(factor)
 
-    def _in_order(self) -> Iterator[tuple[str, str, Held]]:
+    def _in_order(self) -> Iterator[tuple[str, str, ResidualParts]]:
         """All of it, in an order that is equal on all ranks."""
         for kind in _KINDS:
             for name in sorted(self.names(kind)):
@@ -445,7 +449,7 @@ class StateCopy:
 
     def __init__(self, state: ReducerState, names: Sequence[str]) -> None:
         self._state, self._names = state, names
-        self._held: Mapping[tuple[str, str], Held] = {}
+        self._held: Mapping[tuple[str, str], ResidualParts] = {}
         self._copies: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def take(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Rule:
+class AllowedValues:
     """Values that a setting takes.
 
     Args:
@@ -30,10 +30,10 @@ class Rule:
         return text.replace("'", "")
 
 
-def choice(*values: bool | str | None) -> Rule:
+def choice(*values: bool | str | None) -> AllowedValues:
     """Rule of a setting that has one of these values."""
     *first, last = map(repr, values)
-    return Rule(f"{', '.join(first)} or {last}", lambda value: _is_one_of(value, values))
+    return AllowedValues(f"{', '.join(first)} or {last}", lambda value: _is_one_of(value, values))
 
 
 def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
@@ -49,19 +49,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def count(unit: str, *, least: int = 0) -> Rule:
+def count(unit: str, *, least: int = 0) -> AllowedValues:
     """Rule of a setting that is a whole number."""
-    return Rule(f"{least} or more {unit}", lambda value: is_whole(value) and value >= least)
+    return AllowedValues(
+        f"{least} or more {unit}", lambda value: is_whole(value) and value >= least
+    )
 
 
-def number(takes: str, fits: Callable[[float], bool] = lambda value: True) -> Rule:
+def number(takes: str, fits: Callable[[float], bool] = lambda value: True) -> AllowedValues:
     """Rule of a setting that is a number."""
-    return Rule(takes, lambda value: _is_number(value) and fits(value))
+    return AllowedValues(takes, lambda value: _is_number(value) and fits(value))
 
 
-def optional(rule: Rule, meaning: str) -> Rule:
+def optional(rule: AllowedValues, meaning: str) -> AllowedValues:
     """Rule of a setting that may be None, which has a meaning."""
-    return Rule(
+    return AllowedValues(
         f"{rule.takes}, or None ({meaning})", lambda value: value is None or rule.fits(value)
     )
 
@@ -85,7 +87,7 @@ class Setting:
     """
 
     default: Any
-    rule: Rule | None
+    rule: AllowedValues | None
     meaning: str
     accepts: str = ""
     under: tuple[str, ...] = ()
@@ -102,7 +104,7 @@ class Setting:
         return None if self.by_method else self.default
 
     @property
-    def outside_rule(self) -> Rule:
+    def outside_rule(self) -> AllowedValues:
         """Rule of a value in files and variables."""
         assert self.rule is not None
         return optional(self.rule, "the method's default") if self.by_method else self.rule
@@ -112,7 +114,7 @@ REQUIRED = Parameter.empty
 """Default of a setting that has none."""
 
 
-def setting(default: Any, rule: Rule | None, meaning: str, **others: Any) -> Any:
+def setting(default: Any, rule: AllowedValues | None, meaning: str, **others: Any) -> Any:
     """Field of a dataclass that declares a setting; ``others`` as of :class:`Setting`."""
     declared = Setting(default, rule, meaning, **others)
     value = MISSING if default is REQUIRED else default

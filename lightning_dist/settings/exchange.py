@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from lightning_dist._version import __version__
 from lightning_dist.ranks.levels import Nodes, is_nodes, nodes_of
 from lightning_dist.settings.declared import (
-    Rule,
+    AllowedValues,
     check_values,
     choice,
     count,
@@ -83,7 +83,7 @@ class ExchangeSettings:
 
     codec: str | Codec | Mapping[str, Any] = setting(
         "int8",
-        Rule(
+        AllowedValues(
             "a codec such as int8 or topk:ratio=0.01, a policy such as {by_size: {codec: int4}}, "
             "or {intra: CODEC, inter: CODEC}",
             _is_codec,
@@ -125,7 +125,7 @@ class ExchangeSettings:
     rank_groups: Sequence[Any] | None = setting(
         None,
         optional(
-            Rule("groups of ranks, none of them empty, like [[0, 1], [2, 3]]", is_nodes),
+            AllowedValues("groups of ranks, none of them empty, like [[0, 1], [2, 3]]", is_nodes),
             "by host name",
         ),
         "groups of ranks instead of nodes, such as ``[[0, 1, 2], [3]]``.",
@@ -154,7 +154,7 @@ class ExchangeSettings:
         under=_OF_STEPS,
         ask="Compile the codec's kernels at the start? true, false or auto",
     )
-    commit: Literal["auto", "immediate", "deferred"] = setting(
+    state_update: Literal["auto", "immediate", "deferred"] = setting(
         "auto",
         choice("auto", "immediate", "deferred"),
         'when residuals are written. ``"immediate"``: in the pass that encodes, and each bucket '
@@ -167,7 +167,7 @@ class ExchangeSettings:
     )
     delay: int = setting(
         0,
-        Rule("0, or 1: the mean of a step is applied in the next one", _is_zero_or_one),
+        AllowedValues("0, or 1: the mean of a step is applied in the next one", _is_zero_or_one),
         "1 applies the mean of a step in the next one, so that its exchange overlaps with a whole "
         "step; the first step gets zeros. For slow links, at some cost in loss. Not with a "
         "GradScaler, ``find_unused_parameters``, several optimizers or OneBitAdam.",
@@ -206,10 +206,10 @@ class ExchangeSettings:
                 f"A codec for each level needs a hierarchical exchange, got codec={self.codec!r} "
                 "with hierarchical=False; give one codec, or leave hierarchical at 'auto'"
             )
-        if self.delay and self.commit == "deferred":
+        if self.delay and self.state_update == "deferred":
             raise ValueError(
-                "commit='deferred' depends on whether a step is applied, which is not known yet "
-                "with delay=1; leave commit at 'auto'"
+                "state_update='deferred' depends on whether a step is applied, which is not known yet "
+                "with delay=1; leave state_update at 'auto'"
             )
 
     def _resolve_codec(self) -> None:
@@ -282,7 +282,9 @@ class ShardedSettings(ExchangeSettings):
 
     parameters: str | Codec | None = setting(
         None,
-        optional(Rule("a codec such as int8", is_text), "FSDP gathers parameters as they are"),
+        optional(
+            AllowedValues("a codec such as int8", is_text), "FSDP gathers parameters as they are"
+        ),
         "codec of the parameters in FSDP's all-gather, for one replica that is sharded over all "
         "ranks. Gradients are then reduce-scattered in ``codec``, which has to be unbiased "
         '(``"qsgd:bits=8"``) or to keep its error in 8 bits (``error_feedback=True``: 1 byte and '
@@ -300,10 +302,10 @@ class ShardedSettings(ExchangeSettings):
     def _check_parameters(self, parameters: str | Codec) -> None:
         from lightning_dist.codecs import resolve_codec
 
-        if self.start_step or self.commit != "auto":
+        if self.start_step or self.state_update != "auto":
             raise ValueError(
                 "With parameters= every step is compressed, and nothing is committed later: leave "
-                "start_step and commit out"
+                "start_step and state_update out"
             )
         gradients, of_parameters = self.inter, resolve_codec(parameters)
         for policy, what in ((gradients, "gradients"), (of_parameters, "parameters")):
@@ -371,17 +373,21 @@ class MeshSettings:
 
     replicate_size: int | Literal["auto"] = setting(
         "auto",
-        Rule("a number of ranks above 0", lambda value: value == "auto" or _is_count(value)),
+        AllowedValues(
+            "a number of ranks above 0", lambda value: value == "auto" or _is_count(value)
+        ),
         'replicas of the model. ``"auto"``: as many as nodes; with ``parameters`` one.',
     )
     data_parallel_size: int | Literal["auto"] = setting(
         "auto",
-        Rule("a number of ranks above 0", lambda value: value == "auto" or _is_count(value)),
+        AllowedValues(
+            "a number of ranks above 0", lambda value: value == "auto" or _is_count(value)
+        ),
         'ranks that shard a replica. ``"auto"``: all that are left.',
     )
     tensor_parallel_size: int = setting(
         1,
-        Rule("a number of ranks above 0", _is_count),
+        AllowedValues("a number of ranks above 0", _is_count),
         "ranks that have a part of each layer, within a shard.",
     )
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
-from lightning_dist.settings.declared import Rule, choice, count, number, setting, settings_of
+from lightning_dist.settings.declared import (
+    AllowedValues,
+    choice,
+    count,
+    number,
+    setting,
+    settings_of,
+)
 from lightning_dist.settings.exchange import LOCAL, LOCAL_SHARDS, ExchangeSettings
 
 if TYPE_CHECKING:
@@ -73,7 +80,7 @@ class LocalUpdateSettings(ExchangeSettings):
         "start_step": "ddp_steps are steps of plain DDP before the first local one",
         "delay": "overlap_steps are the steps that an exchange may take",
         "compile_kernels": "they exchange seldom and compile nothing, so leave it out",
-        "commit": "there is no step to undo; leave it out",
+        "state_update": "there is no step to undo; leave it out",
     }
 
     method: Method = setting(
@@ -158,7 +165,7 @@ class LocalUpdateSettings(ExchangeSettings):
     )
     outer_optimizer: OuterOptimizer | None = setting(
         None,
-        Rule(
+        AllowedValues(
             "None (SGD), or make an optimizer of tensors, such as lambda tensors: "
             "torch.optim.AdamW(tensors, lr=0.1)",
             lambda value: value is None or callable(value),

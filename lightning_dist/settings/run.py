@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, get_args
 from lightning_dist.base.features import RECOVERY
 from lightning_dist.settings.declared import (
     REQUIRED,
-    Rule,
+    AllowedValues,
     check_values,
     choice,
     count,
@@ -115,7 +115,7 @@ class CheckpointIOSettings(CheckpointSettings):
 
     snapshot: Literal["blocking", "sync"] = setting(
         "blocking",
-        Rule(
+        AllowedValues(
             "'blocking' or 'sync', for a CheckpointIO does not know the optimizers and cannot copy "
             "while training goes on (an AsyncCheckpoint can)",
             lambda value: value in ("blocking", "sync"),
@@ -133,7 +133,7 @@ class FilesSettings(CheckpointSettings):
 
     snapshot: Literal["auto", "blocking", "sync"] = setting(
         "auto",
-        Rule(
+        AllowedValues(
             "'auto', 'blocking' or 'sync', for accelerate writes its files at once",
             lambda value: value in ("auto", "blocking", "sync"),
         ),
@@ -161,7 +161,7 @@ class RunSettings:
 
     dirpath: str | os.PathLike[str] = setting(
         REQUIRED,
-        Rule("the folder of the checkpoints", lambda value: bool(value)),
+        AllowedValues("the folder of the checkpoints", lambda value: bool(value)),
         "folder of the checkpoints, one per run: a path or an fsspec URL that all ranks see.",
         positional=True,
     )
@@ -191,7 +191,7 @@ class RunSettings:
     )
     seed: int | None = setting(
         None,
-        optional(Rule("a whole number", is_whole), "of the process"),
+        optional(AllowedValues("a whole number", is_whole), "of the process"),
         "seed of the sample order; None: that of ``seed_everything``, or a random one.",
     )
     weights_only: bool = setting(
@@ -279,7 +279,7 @@ class RecoverySettings:
     )
     mirror_residuals: bool | int = setting(
         False,
-        Rule(
+        AllowedValues(
             "True, False or the steps between two copies",
             lambda value: type(value) is bool or (type(value) is int and value > 0),
         ),

@@ -31,7 +31,11 @@ from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.base import Environment, Groups, Sync, continued, remember
 from lightning_dist.sync.buckets import DDPBuckets, TrainedSet
-from lightning_dist.sync.effect import compresses_fewer_bytes, log_in_force, require_effect
+from lightning_dist.sync.effect import (
+    compresses_fewer_bytes,
+    log_effective_settings,
+    require_effect,
+)
 from lightning_dist.sync.networks import network_for
 from lightning_dist.sync.onebit_adam import OneBitAdam
 from lightning_dist.sync.optimizers import watch_optimizers
@@ -103,7 +107,7 @@ class GradientSync(Sync):
         reducer.at_close.append(TrainedSet(case.ddp, names, note=sync.buckets.note).close)
         remember(case.module, sync)
         if reducer.network.rank == 0:
-            log_in_force(reducer, begins=begins)
+            log_effective_settings(reducer, begins=begins)
         return sync
 
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:

@@ -152,7 +152,7 @@ _DELAYED = (
 )
 
 
-def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
+def log_effective_settings(reducer: Reducer, *, begins: int | None) -> None:
     """Say it; for rank 0 of a reducer that was attached just now.
 
     Args:
@@ -167,12 +167,12 @@ def log_in_force(reducer: Reducer, *, begins: int | None) -> None:
             reducer.settings.inter,
         )
         return
-    show(lambda: in_force(reducer))
+    show(lambda: effective_settings(reducer))
     if begins is not None:
         reducer.never_compressed = finalize(reducer, _never_begun, reducer.stats, begins)
 
 
-def in_force(reducer: Reducer) -> str:
+def effective_settings(reducer: Reducer) -> str:
     """``compressed DDP: codec int8, flat exchange, 2 nodes x 1 rank, ...``"""
     config, settings = reducer.comm_config(), reducer.settings
     places = config["topology"]
@@ -190,8 +190,8 @@ def in_force(reducer: Reducer) -> str:
     return (
         f"compressed DDP: codec {settings.inter}, {config['exchange']} exchange, {places}, world "
         f"size {config['world_size']}; rank 0 sends {sent} per step{since}, "
-        f"{_amount(expected.raw)} without compression; {config['commit']} "
-        f"commit{_DELAYED if settings.delay else ''}"
+        f"{_amount(expected.raw)} without compression; {config['state_update']} "
+        f"update{_DELAYED if settings.delay else ''}"
     )
 
 

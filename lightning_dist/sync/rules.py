@@ -245,11 +245,11 @@ def _has_a_hook(case: Case) -> str | None:
 
 def _commits_what_may_be_unused(case: Case) -> str | None:
     assert case.ddp is not None
-    if case.settings.commit != "immediate" or not finds_unused(case.ddp):
+    if case.settings.state_update != "immediate" or not finds_unused(case.ddp):
         return None
     return (
-        "commit='immediate' writes residuals before it is known which parameters no rank has "
-        "used, got find_unused_parameters=True; leave commit at 'auto'"
+        "state_update='immediate' writes residuals before it is known which parameters no rank has "
+        "used, got find_unused_parameters=True; leave state_update at 'auto'"
     )
 
 

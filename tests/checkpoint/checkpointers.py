@@ -61,7 +61,7 @@ def stopped_writer(checkpointer: Checkpointer) -> Iterator[WriterProcess]:
 
 
 @dataclass
-class Held:
+class ResidualParts:
     """The copy has begun at ``begun``, and goes on when ``go`` is set."""
 
     begun: threading.Event = field(default_factory=threading.Event)
@@ -69,9 +69,9 @@ class Held:
 
 
 @contextmanager
-def held_copies(patch: pytest.MonkeyPatch, *, after: bool = False) -> Iterator[Held]:
+def held_copies(patch: pytest.MonkeyPatch, *, after: bool = False) -> Iterator[ResidualParts]:
     """Hold every :class:`LaterCopy` before it copies, or ``after``, before it looks for tears."""
-    held = Held()
+    held = ResidualParts()
 
     def wait() -> None:
         held.begun.set()

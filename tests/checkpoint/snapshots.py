@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_dist.checkpoint.disk.format import Origin
 from lightning_dist.checkpoint.disk.jobs import Committed, Event, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.writer import Writer
-from lightning_dist.checkpoint.snapshot.plan import Pickled, Plan, pickled, plan
+from lightning_dist.checkpoint.snapshot.plan import Pickled, SnapshotPlan, pickled, plan
 from lightning_dist.checkpoint.snapshot.snapshot import copy_now
 
 Snapshot = memoryview
@@ -42,7 +42,7 @@ def owned_tensors(*tensors: Tensor) -> dict[int, Tensor]:
     return {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
 
 
-def filled(divided: Plan) -> Snapshot:
+def filled(divided: SnapshotPlan) -> Snapshot:
     """The snapshot of a plan, copied at once."""
     memory = torch.zeros(divided.nbytes, dtype=torch.uint8)
     for piece, content in divided.constants:

@@ -42,14 +42,23 @@ from lightning_dist.checkpoint.disk.jobs import Committed, Failed, SaveFolder
 from lightning_dist.checkpoint.disk.scan import describe, verify
 from lightning_dist.checkpoint.reading import consolidate, load
 from lightning_dist.checkpoint.saves import committed_line
-from lightning_dist.checkpoint.snapshot.plan import PICKLE, Plan, owned_by, pickled, plan, shape_of
+from lightning_dist.checkpoint.snapshot.plan import (
+    PICKLE,
+    SnapshotPlan,
+    owned_by,
+    pickled,
+    plan,
+    shape_of,
+)
 from lightning_dist.ranks.facts import Spread
 
 sizes = st.lists(st.integers(0, 200), max_size=8)
 worlds = st.integers(1, 8)
 
 
-def divided(shared: list[int], own: list[int], ranks: int) -> tuple[list[Plan], dict[str, bytes]]:
+def divided(
+    shared: list[int], own: list[int], ranks: int
+) -> tuple[list[SnapshotPlan], dict[str, bytes]]:
     """The plans of all ranks for a state of shared and own tensors, and all its records."""
     ours = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in shared]
     rest = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in own]

@@ -8,7 +8,7 @@ from processes import Finished, port, run_together
 
 from benchmarks.harness.testbed import Testbed, TestbedUnavailable
 from lightning_dist.cli.bench import nbytes_of, print_report, sizes_of
-from lightning_dist.cli.bench_run import Report, members_of
+from lightning_dist.cli.bench_run import BenchReport, members_of
 from lightning_dist.profiling.links import Measurement
 
 LINK_MBIT = 200.0
@@ -80,7 +80,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         Measurement("all_reduce", 1_000_000, 4, (0.002, 0.001, 0.003)),
         Measurement("all_gather", 4_000_000, 4, (0.001,)),
     )
-    print_report(Report(("a", "a", "b", "b"), (0, 1, 2, 3), "flat", "gloo", "cpu", rows))
+    print_report(BenchReport(("a", "a", "b", "b"), (0, 1, 2, 3), "flat", "gloo", "cpu", rows))
     heading, columns, first, second, _ = capsys.readouterr().out.splitlines()
     assert heading == "4 ranks (flat) on a, b; gloo, cpu"
     assert columns.split()[:6] == ["op", "size", "(B)", "count", "dtype", "median"]
@@ -92,7 +92,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_matrix_names_the_slowest_pair(capsys: pytest.CaptureFixture[str]) -> None:
     rates = ((None, 1.0, 0.9), (0.8, None, 0.25), (1.0, 1.0, None))
     nodes = ("a", "a", "b", "c")
-    report = Report(nodes, (0, 2, 3), "inter", "gloo", "cpu", (), 8_000_000, rates)
+    report = BenchReport(nodes, (0, 2, 3), "inter", "gloo", "cpu", (), 8_000_000, rates)
     print_report(report)
     _, columns, *rows, last = capsys.readouterr().out.splitlines()
     assert columns.split()[-6:] == ["0", "a", "2", "b", "3", "c"]

@@ -201,7 +201,7 @@ def test_under_fsdp2_only_what_takes_effect_is_asked(
     said = asked(theirs, "int9\nint8\nqsgd\n\n1000\n\n\n\n", monkeypatch, lambda: answers)
     assert "codec must be one of" in said
     expected = {"codec": "qsgd", "error_feedback": "auto", "min_compress_numel": 1000}
-    expected |= {"start_step": 0, "compile_kernels": "auto", "commit": "auto"}
+    expected |= {"start_step": 0, "compile_kernels": "auto", "state_update": "auto"}
     assert read(ours) == {**expected, "parameters": "int8"}
     assert yaml.safe_load(theirs.read_text())["fsdp_config"] == {"fsdp_version": 2}
 

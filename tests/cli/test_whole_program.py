@@ -312,7 +312,7 @@ HIERARCHICAL = "\n".join(f"hierarchical={word}" for word in ("true", "false", "a
         ("lightning-dist config --set codec=to", "codec=topk"),
         ("lightning-dist config --set codec=topk:", "\n".join(TOPK)),
         ("lightning-dist config --set codec=topk:ratio=0.1,v", "codec=topk:ratio=0.1,values="),
-        ("lightning-dist config --set commit=d", "commit=deferred"),
+        ("lightning-dist config --set state_update=d", "state_update=deferred"),
         ("lightning-dist config --set hierarchical=", HIERARCHICAL),
         ("lightning-dist config --set method=s", "method=streaming\nmethod=sparseloco"),
     ],

@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dist.elastic.data.plan import Layout
-from lightning_dist.elastic.history import CHANGE, Journal, Progress, RunHistory, Summary, summarize
-from lightning_dist.elastic.recovery.protocol import Change, Generation, Pause, norm_of_lost
+from lightning_dist.elastic.history import (
+    CHANGE,
+    Journal,
+    Progress,
+    RestartCosts,
+    RunHistory,
+    summarize,
+)
+from lightning_dist.elastic.recovery.protocol import Generation, Outage, OutageReport, norm_of_lost
 from lightning_dist.ranks.agreement import Ranks
 
 
@@ -58,18 +65,20 @@ def test_lines_of_all_ranks_by_time(journal: Make, clock: Clock, tmp_path: Path)
 
 
 def test_changes_within_the_process_are_added_up(journal: Make) -> None:
-    first = Change(1, 7, 2, lost=["0.1.0"], is_redone=True, pause_s=0.25, norm_lost=0.5)
-    second = Change(2, 10, 3, joined=["0.1.1"], pause_s=0.5)
+    first = OutageReport(1, 7, 2, lost=["0.1.0"], is_redone=True, pause_s=0.25, norm_lost=0.5)
+    second = OutageReport(2, 10, 3, joined=["0.1.1"], pause_s=0.5)
     for each in (first, second):
         journal().write(CHANGE, run_id="a", **asdict(each))
     journal().write(CHANGE, run_id="b", **asdict(first))
     found = summarize(journal().read(), run_id="a")
-    assert found == Summary(generations=2, steps_redone=1, recovery_s=0.75, residual_norm_lost=0.5)
+    assert found == RestartCosts(
+        generations=2, steps_redone=1, recovery_s=0.75, residual_norm_lost=0.5
+    )
 
 
 def test_a_change_is_one_line() -> None:
     reason = "worker 0.1.0 was lost: SIGKILL"
-    change = Change(1, 7, 2, reason=reason, is_redone=True, pause_s=0.254, norm_lost=0.5)
+    change = OutageReport(1, 7, 2, reason=reason, is_redone=True, pause_s=0.254, norm_lost=0.5)
     assert change.line == (
         "elastic: 2 ranks after step 7, within the process (generation 1): worker 0.1.0 was lost: "
         "SIGKILL; step 8 is repeated; residuals of norm 0.5 lost; paused 0.25 s"
@@ -78,7 +87,7 @@ def test_a_change_is_one_line() -> None:
 
 def test_a_step_that_any_rank_has_begun_is_repeated() -> None:
     """The leader may still be between two steps, and a newcomer has begun none."""
-    pause = Pause(members=("0.0.0", "0.1.0", "0.2.0"))
+    pause = Outage(members=("0.0.0", "0.1.0", "0.2.0"))
     generation = Generation(1, members=("0.0.0", "0.1.1", "0.2.0"))
     pause.enter(generation, [(1.0, "", False), (None, "", False), (1.0, "", True)])
     assert pause.change(generation, step=6).is_redone
@@ -217,9 +226,9 @@ def start(time: float, redone: int | None = 0, *, ranks: int = 2, run: str = "a"
 
 
 def test_a_run_that_nothing_happened_to() -> None:
-    assert summarize([], run_id="a") == Summary()
+    assert summarize([], run_id="a") == RestartCosts()
     quiet = [start(0, None), line("end", 9, reason="finished")]
-    assert summarize(quiet, run_id="a") == Summary()
+    assert summarize(quiet, run_id="a") == RestartCosts()
 
 
 def test_what_restarts_have_cost() -> None:
@@ -236,7 +245,7 @@ def test_what_restarts_have_cost() -> None:
         line("caught_up", 33, run_id="a", seconds=2.0),
         line("end", 40, 0, reason="finished"),
     ]
-    assert summarize(lines, run_id="a") == Summary(
+    assert summarize(lines, run_id="a") == RestartCosts(
         restarts=2,
         causes=["rank 0: ValueError: bad sample", "rank 2: SIGTERM"],
         lost_time_s=9.5,
@@ -268,7 +277,7 @@ def test_other_runs_in_the_folder_do_not_count() -> None:
         start(7, 4),
         line("caught_up", 8, run_id="a", seconds=1.0),
     ]
-    assert summarize(lines, run_id="a") == Summary(
+    assert summarize(lines, run_id="a") == RestartCosts(
         1, ["ranks 0, 1 terminated without a record (SIGKILL or out of memory?)"], 1.0, 4
     )
 

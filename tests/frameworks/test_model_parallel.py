@@ -258,7 +258,7 @@ def test_what_cannot_work_is_refused() -> None:
         ("sharded over all ranks", lambda: ours("qsgd", parameters="int8", replicate_size=2)),
         ("an unbiased codec", lambda: ours("int8", parameters="int8")),
         (
-            "leave start_step and commit out",
+            "leave start_step and state_update out",
             lambda: ours("qsgd", parameters="int8", start_step=2),
         ),
     ]

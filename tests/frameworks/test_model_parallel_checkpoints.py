@@ -41,7 +41,7 @@ from lightning_dist.base.versions import release
 from lightning_dist.checkpoint.disk.format import CorruptCheckpointError
 from lightning_dist.checkpoint.reading import consolidate
 from lightning_dist.checkpoint.reading import load as load_checkpoint
-from lightning_dist.checkpoint.snapshot.plan import Plan
+from lightning_dist.checkpoint.snapshot.plan import SnapshotPlan
 from lightning_dist.checkpoint.snapshot.snapshot import Snapshots
 from lightning_dist.cli import app
 
@@ -95,7 +95,7 @@ def watch_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     copied: list[tuple[int, int]] = []
     usual = Snapshots.take
 
-    def take(self: Snapshots, save: Any, divided: Plan, owned: Any) -> None:
+    def take(self: Snapshots, save: Any, divided: SnapshotPlan, owned: Any) -> None:
         runs = divided.now, divided.later
         copied.append(tuple(sum(run.piece.nbytes for run in each) for each in runs))
         usual(self, save, divided, owned)

@@ -63,7 +63,7 @@ def test_arguments_of_sharded_models(arguments: dict[str, Any], says: str) -> No
         ({"hierarchical": True}, "each rank exchanges its shard; leave it out"),
         ({"rank_groups": [[0, 1], [2]]}, "replicate_size is the number of workers"),
         ({"ranks_per_node": 2}, "replicate_size is the number of workers"),
-        ({"commit": "deferred"}, "got 'deferred'; there is no step to undo"),
+        ({"state_update": "deferred"}, "got 'deferred'; there is no step to undo"),
         ({"compile_kernels": True}, "compile nothing, so leave it out"),
         ({"recovery": "in_process"}, "each keeps a part of it"),
         ({"data_parallel_size": 0}, "above 0, got 0"),

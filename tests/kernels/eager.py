@@ -18,7 +18,7 @@ from lightning_dist.codecs.noise import block_keys
 from lightning_dist.exchange.rounds import row_bytes, views
 from lightning_dist.kernels.passes import Factors, Passes
 from lightning_dist.kernels.triton import Slice
-from lightning_dist.reducer.units.tiles import Grid, Span, Tile, columns_of, tile_of
+from lightning_dist.reducer.units.tiles import BlockColumns, Grid, Tile, columns_of, tile_of
 
 DEVICE = torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
 on_device = [
@@ -142,7 +142,7 @@ class Eager:
             if residual is not None:
                 flats.append(residual[part.memory : part.memory + part.numel])
             grid = self._grid(part)
-            span = Span(grid, 0, grid.blocks_per_row, direct=False)
+            span = BlockColumns(grid, 0, grid.blocks_per_row, direct=False)
             tile = tile_of(part.name, flats, span, columns=columns)
             tile.load()
             tiles.append((tile, columns))
@@ -152,7 +152,7 @@ class Eager:
         if salts is None:
             return None
         grid = self._grid(self.slices[i])
-        numbers = Span(grid, 0, grid.blocks_per_row, direct=False).numbers(salts.device)
+        numbers = BlockColumns(grid, 0, grid.blocks_per_row, direct=False).numbers(salts.device)
         return block_keys(numbers, int(salts[i]))
 
     def _buffer(self, rows: int) -> Tensor:

@@ -161,7 +161,7 @@ def counted(
         *((size, 1, 1000, (6, 9)) for size in (2, 3, 8)),
         *((size, per_host, 0, (10, 10)) for size, per_host in ((4, 2), (8, 2), (8, 4))),
         *((size, per_host, 1000, (10, 12)) for size, per_host in ((4, 2), (8, 4))),
-        # Three nodes reduce payloads between them; the deferred commit encodes and reduces again.
+        # Three nodes reduce payloads between them; the deferred update encodes and reduces again.
         (6, 2, 1000, (12, 15)),
     ],
 )

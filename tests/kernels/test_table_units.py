@@ -16,7 +16,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import Int8
 from lightning_dist.measurement import microbenchmark
-from lightning_dist.measurement.microbenchmark import WIDTH, Passes
+from lightning_dist.measurement.microbenchmark import WIDTH, CodecWork
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.plan import flat_planner, intra, planner
@@ -137,10 +137,16 @@ def both(codec: str, size: int, **settings: Any) -> list[tuple[Ran, Ran]]:
     return list(zip(tiles, tables, strict=True))
 
 
-@pytest.mark.parametrize(("size", "commit"), [(2, "deferred"), (3, "immediate"), (3, "deferred")])
-def test_uncompressed_slices_are_packed(size: int, commit: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "state_update"), [(2, "deferred"), (3, "immediate"), (3, "deferred")]
+)
+def test_uncompressed_slices_are_packed(size: int, state_update: str) -> None:
     """With the bits of tiles, beside what is compressed."""
-    settings = {"commit": commit, "min_compress_numel": 1500, "ddp": {"bucket_cap_mb": 1}}
+    settings = {
+        "state_update": state_update,
+        "min_compress_numel": 1500,
+        "ddp": {"bucket_cap_mb": 1},
+    }
     for before, after in both("int8:block_size=64", size, **settings):
         assert all(map(same, after.gradients, before.gradients))
         assert after.residuals[-1].keys() == {"first"}
@@ -152,7 +158,7 @@ def test_calibration_measures_the_kernels_that_training_uses(
     monkeypatch.setattr(Planner, "fuse", lambda *_, **__: None)  # of the CPU
     monkeypatch.setattr(microbenchmark, "UNIT_ELEMENTS", 16 * WIDTH)  # interpreted: few tiles
     with in_tables() as launched:
-        measured = Passes(
+        measured = CodecWork(
             Int8(), feedback=True, fused=True, device=torch.device("cpu"), units=1, ranks=2
         )
         for call in (measured.prepare, measured.encode, measured.exchange, measured.decode):
@@ -173,11 +179,15 @@ def alone() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 @pytest.mark.parametrize("form", ["flat", "2x2", "leader"])
-def test_units_that_share_an_exchange_do_what_they_do_alone(form: str, commit: str) -> None:
+def test_units_that_share_an_exchange_do_what_they_do_alone(form: str, state_update: str) -> None:
     """Whole buckets, as on accelerators: two collectives on each level, and the same bits."""
-    settings: dict[str, Any] = {"commit": commit, "min_compress_numel": 1500, "tables": True}
+    settings: dict[str, Any] = {
+        "state_update": state_update,
+        "min_compress_numel": 1500,
+        "tables": True,
+    }
     settings["ddp"] = {"bucket_cap_mb": 1}
     if form != "flat":
         settings |= {"tree": [[0, 1], [2, 3]], "leader": form == "leader"}
@@ -197,15 +207,20 @@ def test_units_that_share_an_exchange_do_what_they_do_alone(form: str, commit: s
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("spoiled", [False, True])
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("codec", CODECS)
 def test_steps_of_every_codec_are_those_of_tiles(
-    codec: str, size: int, commit: str, spoiled: bool
+    codec: str, size: int, state_update: str, spoiled: bool
 ) -> None:
     keeps = not codec.startswith("terngrad")  # error feedback diverges with it
     sampled = codec.startswith("qsgd")
-    settings = {"commit": commit, "error_feedback": keeps, "spoiled": spoiled, "sampled": sampled}
+    settings = {
+        "state_update": state_update,
+        "error_feedback": keeps,
+        "spoiled": spoiled,
+        "sampled": sampled,
+    }
     for before, after in both(codec, size, **settings):
         assert len(after.samples) == len(before.samples) == sampled * STEPS
         assert all(after.samples)

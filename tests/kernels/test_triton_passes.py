@@ -240,7 +240,9 @@ def test_state_that_is_committed_later_is_the_same(codec: BlockCodec) -> None:
     of.kernels.encode(flat, now, scale, table=of.table, payload=own, salts=salts)
     of.kernels.reduce(own, mean, table=of.table, row=1, residual=now, scale=scale, salts=salts)
 
-    of.kernels.encode(flat, later, scale, table=of.table, payload=again, salts=salts, commit=False)
+    of.kernels.encode(
+        flat, later, scale, table=of.table, payload=again, salts=salts, writes_state=False
+    )
     of.kernels.reduce(again, of.payload(1), table=of.table, row=1, salts=salts)
     assert same(later, of.residual)
     of.kernels.encode(flat, later, scale, table=of.table, payload=None, salts=salts)

@@ -30,7 +30,7 @@ class Model:
         network: Network,
         codec: str | Codec = "int8",
         *,
-        commit: Literal["immediate", "deferred"] = "deferred",
+        state_update: Literal["immediate", "deferred"] = "deferred",
         dtype: torch.dtype = torch.float32,
         shapes: Shapes = SHAPES,
         **settings: Any,
@@ -39,7 +39,9 @@ class Model:
         self.parameters = {n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()}
         self.flats = {n: torch.zeros(p.numel(), dtype=dtype) for n, p in self.parameters.items()}
         names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
-        checked = ExchangeSettings(codec, min_compress_numel=0, commit=commit, **settings)
+        checked = ExchangeSettings(
+            codec, min_compress_numel=0, state_update=state_update, **settings
+        )
         self.reducer = Reducer(names, settings=checked, network=network)
         self.buckets = DDPBuckets(self.reducer)
 

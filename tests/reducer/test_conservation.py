@@ -161,7 +161,7 @@ def test_a_step_that_is_not_finite_at_the_switch_sends_it_in_the_next(
             fed["second"][0, 0] = torch.inf
         return fed
 
-    settings = {**LARGE_STEPS, "layout": layout, "given": given, "commit": "deferred"}
+    settings = {**LARGE_STEPS, "layout": layout, "given": given, "state_update": "deferred"}
     ranks = of_all(rank, totals(rank, SCHEDULES["int8, none"][0], STEPS, **settings))
     assert lost(ranks) < 1e-10
     assert not ranks[rank.rank].names

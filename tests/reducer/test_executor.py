@@ -13,14 +13,14 @@ from threads import on_threads
 from worlds import Rank
 
 from lightning_dist.exchange.rounds import AllGather
-from lightning_dist.reducer.network import Worker, executor_for
+from lightning_dist.reducer.network import ExecutorThread, executor_for
 
 LIMIT = 10
 
 
 def test_tasks_run_in_their_order_on_one_thread_without_autograd_until_it_is_closed() -> None:
     before = set(threading.enumerate())
-    worker, gate = Worker("lightning_dist test"), threading.Event()
+    worker, gate = ExecutorThread("lightning_dist test"), threading.Event()
     ran: list[tuple[int, str, bool]] = []
 
     def note(number: int) -> None:
@@ -60,7 +60,7 @@ def test_a_process_ends_well_whose_worker_nobody_has_closed(quick_python: list[s
 
 
 def test_a_worker_that_is_forgotten_ends() -> None:
-    worker = Worker("lightning_dist forgotten")
+    worker = ExecutorThread("lightning_dist forgotten")
     thread = worker._thread
     del worker
     assert not thread.is_alive()

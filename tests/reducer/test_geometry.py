@@ -13,7 +13,7 @@ from lightning_dist.codecs import DGC, TopK
 from lightning_dist.reducer.plan.intra import Fragment, fragments
 from lightning_dist.reducer.units import sizes
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS, unit_elements
-from lightning_dist.reducer.units.tiles import Grid, Span
+from lightning_dist.reducer.units.tiles import BlockColumns, Grid
 
 grids = st.builds(
     Grid,
@@ -65,7 +65,10 @@ def test_an_example_by_hand() -> None:
     assert grid.blocks_per_row == 4
     assert grid.full_columns == 2
     first, second = grid.spans(most_blocks=6)
-    assert (first, second) == (Span(grid, 0, 2, direct=True), Span(grid, 2, 4, direct=False))
+    assert (first, second) == (
+        BlockColumns(grid, 0, 2, direct=True),
+        BlockColumns(grid, 2, 4, direct=False),
+    )
     assert list(first.filled()) == [(0, 0, 200), (1, 400, 200), (2, 800, 200)]
     assert list(second.filled()) == [(0, 200, 200), (1, 600, 200)]
 

@@ -126,7 +126,9 @@ def test_fused_passes_keep_the_residual_of_what_is_not_finite(
     assert torch.equal(residual_after(fused[name]), residual_after(getattr(eager, name)))
 
 
-def run(rank: Rank, *, compile_kernels: bool, commit: str) -> tuple[list[str], list[int], set[str]]:
+def run(
+    rank: Rank, *, compile_kernels: bool, state_update: str
+) -> tuple[list[str], list[int], set[str]]:
     """Digests of 4 steps, kernels generated in each, and which fused passes were called."""
     called: set[str] = set()
 
@@ -139,7 +141,7 @@ def run(rank: Rank, *, compile_kernels: bool, commit: str) -> tuple[list[str], l
 
     settings = {
         "compile_kernels": compile_kernels,
-        "commit": commit,
+        "state_update": state_update,
         "ddp": {"bucket_cap_mb": 0.05},
     }
     with compressed(rank, Fed(SHAPES), **settings) as (model, reducer):
@@ -157,19 +159,23 @@ def run(rank: Rank, *, compile_kernels: bool, commit: str) -> tuple[list[str], l
 
 
 @pytest.mark.usefixtures("fused")
-@pytest.mark.parametrize("commit", ["deferred", "immediate"])
-def test_a_real_step_runs_fused_and_compiles_nothing(commit: str) -> None:
+@pytest.mark.parametrize("state_update", ["deferred", "immediate"])
+def test_a_real_step_runs_fused_and_compiles_nothing(state_update: str) -> None:
     """Also when DDP rebuilds its buckets after the first step; with the bits of eager kernels."""
     known = len(inductor._fused)
-    by_fused = run_threads(lambda rank: run(rank, compile_kernels=True, commit=commit), SIZE)
+    by_fused = run_threads(
+        lambda rank: run(rank, compile_kernels=True, state_update=state_update), SIZE
+    )
     assert len(inductor._fused) == known
     for _, generated, called in by_fused:
         assert generated == [generated[0]] * 5
         assert called == {
             "decode_and_commit" if name == "decode" else name
-            for name in (DEFERRED if commit == "deferred" else IMMEDIATE)
+            for name in (DEFERRED if state_update == "deferred" else IMMEDIATE)
         }
-    by_eager = run_threads(lambda rank: run(rank, compile_kernels=False, commit=commit), SIZE)
+    by_eager = run_threads(
+        lambda rank: run(rank, compile_kernels=False, state_update=state_update), SIZE
+    )
     assert [called for _, _, called in by_eager] == [set()] * SIZE
     assert [digests for digests, _, _ in by_fused] == [digests for digests, _, _ in by_eager]
 

@@ -158,12 +158,12 @@ class Context:
         *,
         seed: int,
         executor: Executor | None = None,
-        commit: Literal["immediate", "deferred"] = "immediate",
+        state_update: Literal["immediate", "deferred"] = "immediate",
         prefix: str = "",
     ) -> None:
         parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
-        settings = ExchangeSettings(codec, min_compress_numel=0, commit=commit)
+        settings = ExchangeSettings(codec, min_compress_numel=0, state_update=state_update)
         self.reducer = Reducer(
             names, settings=settings, network=network, executor=executor, prefix=prefix
         )
@@ -182,14 +182,16 @@ class Context:
 
 
 @pytest.mark.parametrize("layout", [flat(2), Layout(PAIRS)], ids=str)
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 @on_threads("layout")
 def test_steps_that_interleave_are_those_of_reducers_one_after_the_other(
-    rank: Rank, commit: Literal["immediate", "deferred"], layout: Layout
+    rank: Rank, state_update: Literal["immediate", "deferred"], layout: Layout
 ) -> None:
     codecs, alone = ("int8", "powersgd:rank=2"), []
     for seed, codec in enumerate(codecs):
-        context = Context(rank.network(layout.tree), codec, seed=10 * seed, commit=commit)
+        context = Context(
+            rank.network(layout.tree), codec, seed=10 * seed, state_update=state_update
+        )
         for step in range(STEPS):
             context.ends([context.start(step, key) for key in (0, 1)])
         context.reducer.close()
@@ -197,7 +199,7 @@ def test_steps_that_interleave_are_those_of_reducers_one_after_the_other(
     network = rank.network(layout.tree)
     executor = executor_for(network.device)
     first, second = (
-        Context(network, codec, seed=10 * seed, commit=commit, executor=executor)
+        Context(network, codec, seed=10 * seed, state_update=state_update, executor=executor)
         for seed, codec in enumerate(codecs)
     )
     for step in range(STEPS):
@@ -284,14 +286,14 @@ def test_closing_one_gives_up_nothing_of_the_others(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 @pytest.mark.parametrize("codec", ["none", "int8", "threshold:tau=1.5", "powersgd:rank=2"])
 @on_threads("size")
 def test_a_tensor_may_be_elsewhere_at_every_step(
-    rank: Rank, codec: str, commit: Literal["immediate", "deferred"], size: int
+    rank: Rank, codec: str, state_update: Literal["immediate", "deferred"], size: int
 ) -> None:
     """The same bits as of one that stays, and no more memory from step to step."""
-    staying = Context(rank.network(), codec, seed=0, commit=commit)
+    staying = Context(rank.network(), codec, seed=0, state_update=state_update)
     flats = [torch.zeros(part.numel) for (part,) in staying.slices]
     for step in range(6):
         given = feed(rank.rank, step, SHAPES)
@@ -301,7 +303,7 @@ def test_a_tensor_may_be_elsewhere_at_every_step(
         staying.ends([staying.reducer.start(f, s, key=i).done for i, (f, s) in enumerate(starts)])
     expected = staying.reducer.memory()["buffer_bytes"]
     staying.reducer.close()
-    moving = Context(rank.network(), codec, seed=0, commit=commit)
+    moving = Context(rank.network(), codec, seed=0, state_update=state_update)
     kept, planned, memory = [], [], []  # all alive, so that none is where another was
     for step in range(6):
         means = [moving.start(step, key) for key in (0, 1)]

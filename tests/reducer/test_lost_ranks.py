@@ -26,8 +26,8 @@ EVERY = [fitting(name) for name in CODECS]
 FEW = ["none", "int8", "topk:ratio=0.1,block_size=128", "powersgd:rank=2", "threshold:tau=1.5"]
 
 
-Commit = Literal["immediate", "deferred"]
-both_commits = pytest.mark.parametrize("commit", ["immediate", "deferred"])
+StateUpdate = Literal["immediate", "deferred"]
+both_updates = pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 
 
 class Told:
@@ -95,9 +95,9 @@ def take(model: Model, rank: int, step: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("where", ["in the exchange", "before the vote"])
 @pytest.mark.parametrize("codec", FEW)
-@both_commits
+@both_updates
 def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
-    commit: Commit, codec: str, where: str
+    state_update: StateUpdate, codec: str, where: str
 ) -> None:
     """The hook does not raise, and state is as before; what survivors owe is conserved."""
     before: list[Tensors] = [{}, {}]
@@ -105,7 +105,7 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
     both = threading.Barrier(2, timeout=60)
 
     def body(rank: Rank) -> list[str]:
-        model = Model(rank.network(), codec, commit=commit)
+        model = Model(rank.network(), codec, state_update=state_update)
         told = Told()
         model.reducer.leave_failures_to(told)
         limits = of_all(rank, model.reducer.network.limit)
@@ -151,13 +151,15 @@ def test_a_step_that_nobody_has_committed_is_given_up_and_taken_again(
     assert first
 
 
-@both_commits
+@both_updates
 @pytest.mark.parametrize("codec", FEW)
 @on_threads(2)
-def test_a_step_that_is_abandoned_changes_no_state(rank: Rank, commit: Commit, codec: str) -> None:
+def test_a_step_that_is_abandoned_changes_no_state(
+    rank: Rank, state_update: StateUpdate, codec: str
+) -> None:
     """Though the first bucket was decoded while the second one travelled: it is not ready yet."""
     shapes = {"first": (40, 48), "second": (33, 50), "third": (16, 16)}
-    model = Model(rank.network(), codec, commit=commit, shapes=shapes)
+    model = Model(rank.network(), codec, state_update=state_update, shapes=shapes)
     model.reducer.leave_failures_to(Told())
     model.step(rank.rank, 0)
     state, given = state_of(model), feed(rank.rank, 1, shapes)
@@ -172,11 +174,13 @@ def test_a_step_that_is_abandoned_changes_no_state(rank: Rank, commit: Commit, c
     model.reducer.close()
 
 
-@both_commits
+@both_updates
 @on_threads(2)
-def test_a_step_after_loading_is_undone_to_what_was_loaded(rank: Rank, commit: Commit) -> None:
+def test_a_step_after_loading_is_undone_to_what_was_loaded(
+    rank: Rank, state_update: StateUpdate
+) -> None:
     """Not to the copy of the state that was taken after the step before."""
-    model = Model(rank.network(), commit=commit)
+    model = Model(rank.network(), state_update=state_update)
     model.reducer.leave_failures_to(Told())
     model.step(rank.rank, 0)
     state, saved = state_of(model), of_all(rank, model.reducer.state_dict())[0]
@@ -225,10 +229,10 @@ def test_ranks_that_owe_for_other_parameters_are_saved_together(rank: Rank) -> N
     [*(([0, 1, 2], codec) for codec in EVERY), *(([0, 1, 2, 3], codec) for codec in FEW)],
     ids=str,
 )
-@both_commits
+@both_updates
 @on_threads("members")
 def test_a_rank_that_has_missed_the_answer_commits_by_itself(
-    rank: Rank, commit: Commit, members: list[int], codec: str
+    rank: Rank, state_update: StateUpdate, members: list[int], codec: str
 ) -> None:
     """To the bits of a run in which it has heard the answer, with nobody's help.
 
@@ -236,7 +240,9 @@ def test_a_rank_that_has_missed_the_answer_commits_by_itself(
     """
     ends, per_host = [], len(members) // 2
     for misses in (False, True):
-        model = Model(among(rank, members, f"{misses}", per_host=per_host), codec, commit=commit)
+        model = Model(
+            among(rank, members, f"{misses}", per_host=per_host), codec, state_update=state_update
+        )
         told = Told(result=True)
         model.reducer.leave_failures_to(told)
         digests = [digest(model.step(rank.rank, 0))]
@@ -274,9 +280,9 @@ def test_the_result_that_a_step_was_not_finite_is_taken_as_it_was(rank: Rank) ->
     model.reducer.close()
 
 
-@both_commits
+@both_updates
 def test_nobody_votes_before_all_its_payloads_have_landed(
-    commit: Commit, monkeypatch: pytest.MonkeyPatch
+    state_update: StateUpdate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has the answer knows that all others can commit without any other rank."""
     landed: dict[int, set[Exchange]] = {}
@@ -290,7 +296,7 @@ def test_nobody_votes_before_all_its_payloads_have_landed(
     monkeypatch.setattr(Exchange, "wait", noted)
 
     def body(rank: Rank) -> None:
-        model = Model(rank.network(), "none", commit=commit)
+        model = Model(rank.network(), "none", state_update=state_update)
         model.reducer.leave_failures_to(Told())
         vote = model.reducer.network.control.all_reduce
 
@@ -358,7 +364,7 @@ def test_mistakes_are_still_raised(rank: Rank) -> None:
     ("settings", "absent", "match"),
     [
         ({"delay": 1}, False, r"delay=1"),
-        ({"commit": "deferred"}, True, r"find_unused_parameters"),
+        ({"state_update": "deferred"}, True, r"find_unused_parameters"),
     ],
 )
 @on_threads(2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fed_model import SHAPES, Model, among
 from feeding import digest, feed, residuals
-from test_lost_ranks import Commit, Told, both_commits, leave, leave_before_the_vote, state_of
+from test_lost_ranks import StateUpdate, Told, both_updates, leave, leave_before_the_vote, state_of
 from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
@@ -203,15 +203,17 @@ def owed(model: Model) -> Tensor:
 
 @pytest.mark.parametrize("where", ["before the vote", "in the node", "in the exchange"])
 @pytest.mark.parametrize("left", [[0, 1, 2], [0, 1]], ids=["a rank", "a node"])
-@both_commits
-def test_only_residuals_of_lost_ranks_are_lost(commit: Commit, left: list[int], where: str) -> None:
+@both_updates
+def test_only_residuals_of_lost_ranks_are_lost(
+    state_update: StateUpdate, left: list[int], where: str
+) -> None:
     """In float64: of survivors, and of those that join them again."""
     before = [torch.zeros(())] * 4
     fours, lefts = threading.Barrier(4, timeout=60), threading.Barrier(len(left), timeout=60)
 
     def body(rank: Rank) -> list[str]:
         own, digests = rank.rank, []
-        exact = partial(Model, codec=EXACT, commit=commit, dtype=torch.float64)
+        exact = partial(Model, codec=EXACT, state_update=state_update, dtype=torch.float64)
         model = exact(among(rank, FOUR, "first", per_host=2))
         assert model.reducer.network.intra is not None
         model.reducer.leave_failures_to(Told())

@@ -337,7 +337,7 @@ class Ran:
 
 def run(rank: Rank, layout: Layout, codec: str, bad: Bad, *, with_them: bool) -> Ran:
     ran = Ran()
-    settings = {"commit": "deferred", **layout.form, **LARGE}
+    settings = {"state_update": "deferred", **layout.form, **LARGE}
     if layout.tree is None:
         settings["error_feedback"] = True
     with compressed(rank, Fed(), codec, **settings) as (model, reducer):

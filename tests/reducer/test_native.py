@@ -178,14 +178,14 @@ def test_threshold_too(
 SPARSE = [name for name in EVERY_CODEC if name.startswith(("topk", "dgc", "randomk", "threshold"))]
 
 
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 @pytest.mark.parametrize("codec", SPARSE)
 @on_threads(2)
-def test_steps_of_a_real_ddp_have_the_same_bits(rank: Rank, codec: str, commit: str) -> None:
+def test_steps_of_a_real_ddp_have_the_same_bits(rank: Rank, codec: str, state_update: str) -> None:
     """With parameters that fill no whole blocks, buckets that are rebuilt, and one bad gradient."""
 
     def train(compiled: bool) -> list[Tensor]:
-        settings: dict[str, Any] = {"compile_kernels": compiled, "commit": commit}
+        settings: dict[str, Any] = {"compile_kernels": compiled, "state_update": state_update}
         settings |= {"min_compress_numel": 256, "ddp": {"bucket_cap_mb": 0.01}}
         with compressed(rank, Fed(), codec, **settings) as (model, reducer):
             assert reducer.planner.is_fused is compiled

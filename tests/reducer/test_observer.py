@@ -21,7 +21,7 @@ from lightning_dist.codecs import Int8
 from lightning_dist.measurement import calibration, exposure
 from lightning_dist.measurement.calibration import calibrate
 from lightning_dist.measurement.costs import CANDIDATES
-from lightning_dist.measurement.microbenchmark import HostClock, Passes, StreamClock, clock_of
+from lightning_dist.measurement.microbenchmark import CodecWork, HostClock, StreamClock, clock_of
 from lightning_dist.ranks.channel import PendingWork
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import Observer, Phase
@@ -188,7 +188,7 @@ def test_bytes_that_depend_on_the_gradient_are_refused() -> None:
 def test_a_codec_that_alternates_costs_the_mean_of_both() -> None:
     now = 0
 
-    class Alternating(Passes):
+    class Alternating(CodecWork):
         def __init__(self) -> None:
             self.step = 0
 
@@ -216,7 +216,7 @@ def test_on_a_gpu_it_is_the_time_of_the_stream(monkeypatch: pytest.MonkeyPatch) 
     (gpu := Gpu()).install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles / 2e6))
 
-    class Asked(Passes):
+    class Asked(CodecWork):
         def __init__(self) -> None:
             pass
 

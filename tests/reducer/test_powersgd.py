@@ -204,16 +204,16 @@ def test_mass_is_conserved_where_the_training_multiplies_in_tf32(
 
 
 @pytest.mark.parametrize("tree", [None, [[0, 1], [2]]], ids=str)
-@pytest.mark.parametrize(("commit", "told_in"), [("immediate", 100), ("deferred", 101)])
+@pytest.mark.parametrize(("state_update", "told_in"), [("immediate", 100), ("deferred", 101)])
 @on_threads(3)
 def test_ranks_that_have_drifted_apart_are_reported(
-    rank: Rank, tree: Any, commit: str, told_in: int
+    rank: Rank, tree: Any, state_update: str, told_in: int
 ) -> None:
     """The factors of one rank are a little different, as another LAPACK would have them.
 
     Every 100 steps gradients are compared: in that step, or with the flags of the next one.
     """
-    settings = {"tree": tree, "commit": commit, **SETTINGS}
+    settings = {"tree": tree, "state_update": state_update, **SETTINGS}
     with compressed(rank, Fed(), "powersgd:rank=2", **settings) as (model, reducer):
         for step in range(told_in):
             backward(model, feed(rank.rank, step))

@@ -16,7 +16,7 @@ from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.codecs.memory import RoundedError
 from lightning_dist.codecs.none import NoCompression
 from lightning_dist.ranks.channel import Channel
-from lightning_dist.reducer.rows import RowGather, RowReduceScatter, Rows
+from lightning_dist.reducer.rows import RowGather, RowLayout, RowReduceScatter
 
 SLICES = [(0, 130), (150, 64), (214, 7), (221, 300)]
 PLAIN = [(130, 20)]
@@ -26,12 +26,12 @@ GATHERED = ("int8:block_size=64", "int4:block_size=64", "fp8:block_size=64", "bf
 REDUCED = ("qsgd:bits=8,block_size=64", "terngrad:block_size=64", "int8:block_size=64")
 
 
-def rows_of(codec: str, ranks: int, **settings: Any) -> Rows:
+def rows_of(codec: str, ranks: int, **settings: Any) -> RowLayout:
     found = resolve_codec(codec)
     assert isinstance(found, BlockCodec)
     cut = {found: SLICES, NoCompression(): PLAIN}
     settings = {"dtype": torch.float32, **settings}
-    return Rows(cut, numel=NUMEL, ranks=ranks, **settings)
+    return RowLayout(cut, numel=NUMEL, ranks=ranks, **settings)
 
 
 def watched(rank: Rank) -> tuple[Channel, Counting]:

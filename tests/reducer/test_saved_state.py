@@ -35,7 +35,7 @@ from lightning_dist.codecs import Int8, resolve_codec
 from lightning_dist.kernels.inductor import Variant
 from lightning_dist.ranks.channel import WaitLimit
 from lightning_dist.ranks.facts import Spread
-from lightning_dist.reducer.network import Worker
+from lightning_dist.reducer.network import ExecutorThread
 from lightning_dist.reducer.plan import flat_planner
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.sync.ddp import compile_kernels
@@ -368,18 +368,20 @@ def test_survivors_of_a_silent_rank_take_the_next_step(codec: str) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("commit", ["deferred", "immediate"])
+@pytest.mark.parametrize("state_update", ["deferred", "immediate"])
 @on_threads(2)
 def test_a_reducer_that_waits_for_a_silent_rank_is_closed_in_half_a_second(
-    rank: Rank, commit: Literal["immediate", "deferred"]
+    rank: Rank, state_update: Literal["immediate", "deferred"]
 ) -> None:
-    model = Model(rank.network(), commit=commit)
+    model = Model(rank.network(), state_update=state_update)
     model.step(rank.rank, 0)
     if rank.rank == 1:
         return
     futures = model.begin(feed(rank.rank, 1, REBOUND))
     start = time.monotonic()
-    with patch.object(Worker, "close", autospec=True, side_effect=Worker.close) as close:
+    with patch.object(
+        ExecutorThread, "close", autospec=True, side_effect=ExecutorThread.close
+    ) as close:
         model.reducer.close()
     assert [call.args[1:] for call in close.call_args_list] == [(0.5,), ()]
     assert time.monotonic() - start < SOON

@@ -136,7 +136,7 @@ class Halfway(nn.Module):
         return last + self.fed({name: given[name] for name in ("second", "bias")})
 
 
-SETTINGS = {"min_compress_numel": 256, "commit": "deferred", "ddp": {"bucket_cap_mb": 0.004}}
+SETTINGS = {"min_compress_numel": 256, "state_update": "deferred", "ddp": {"bucket_cap_mb": 0.004}}
 
 
 def train(model: nn.Module, rank: Rank, steps: range) -> list[str]:
@@ -250,7 +250,7 @@ def run(
     ]
     settings = {"min_compress_numel": 256, "error_feedback": True, "tree": tree}
     settings["grad_scaler"] = scaler if loop.scaled else None
-    with compressed(rank, module, codec, commit="deferred", **settings) as (model, reducer):
+    with compressed(rank, module, codec, state_update="deferred", **settings) as (model, reducer):
         for step in range(STEPS):
             model.zero_grad()
             scaler.scale(model(given(rank.rank, step))).backward()
@@ -300,10 +300,13 @@ SEVERAL_BUCKETS = {"ddp": {"bucket_cap_mb": 0.004}}
 INT8 = resolve_codec("int8:block_size=64")
 
 
-def digests(rank: Rank, codec: str, commit: str, **settings: Any) -> list[str]:
+def digests(rank: Rank, codec: str, state_update: str, **settings: Any) -> list[str]:
     """Gradients and state of four steps."""
-    with compressed(rank, Fed(), codec, commit=commit, **LARGE, **settings) as (model, reducer):
-        assert reducer.immediate is (commit == "immediate")
+    with compressed(rank, Fed(), codec, state_update=state_update, **LARGE, **settings) as (
+        model,
+        reducer,
+    ):
+        assert reducer.immediate is (state_update == "immediate")
         return [step_digest(backward(model, feed(rank.rank, s)), reducer) for s in range(4)]
 
 
@@ -321,10 +324,12 @@ def digests(rank: Rank, codec: str, commit: str, **settings: Any) -> list[str]:
 )
 @on_threads("layout")
 def test_finite_steps_are_the_same_bits(rank: Rank, layout: Layout, codecs: list[str]) -> None:
-    """So that every law of the deferred commit holds for the immediate one, and the reverse."""
+    """So that every law of the deferred update holds for the immediate one, and the reverse."""
     form = {**layout.form, **SEVERAL_BUCKETS}
     for codec in codecs:
-        ways = [digests(rank, codec, commit, **form) for commit in ("immediate", "deferred")]
+        ways = [
+            digests(rank, codec, state_update, **form) for state_update in ("immediate", "deferred")
+        ]
         assert ways[0] == ways[1], codec
 
 
@@ -366,13 +371,13 @@ def test_what_is_not_finite_keeps_its_residual_and_nothing_else_is_lost(
     assert len({*of_all(rank, digest(good))}) == 1
 
 
-Commit = Literal["immediate", "deferred"]
+StateUpdate = Literal["immediate", "deferred"]
 
 
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 @on_threads(2)
-def test_a_backward_that_is_cut_short_is_not_counted(rank: Rank, commit: Commit) -> None:
-    model, counts = Model(rank.network(), commit=commit, shapes=THREE), []
+def test_a_backward_that_is_cut_short_is_not_counted(rank: Rank, state_update: StateUpdate) -> None:
+    model, counts = Model(rank.network(), state_update=state_update, shapes=THREE), []
     with closing(model.reducer):
         for step, buckets in enumerate((3, 2, 3)):
             futures = model.begin(feed(rank.rank, step, THREE), buckets)
@@ -383,13 +388,13 @@ def test_a_backward_that_is_cut_short_is_not_counted(rank: Rank, commit: Commit)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["saved", "loaded"])
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 @on_threads(2)
 def test_one_that_is_cut_short_is_over_before_state_is_used(
-    rank: Rank, commit: Commit, ends: bool
+    rank: Rank, state_update: StateUpdate, ends: bool
 ) -> None:
     """What it has queued would meet the collectives of a checkpoint in another order elsewhere."""
-    model = Model(rank.network(), commit=commit, shapes=THREE)
+    model = Model(rank.network(), state_update=state_update, shapes=THREE)
     reducer, over = model.reducer, threading.Event()
     with closing(reducer):
         torch.futures.wait_all(model.begin(feed(rank.rank, 0, THREE), 3))
@@ -416,7 +421,7 @@ def test_one_that_is_cut_short_is_over_before_state_is_used(
 @on_threads(2)
 def test_a_backward_that_is_cut_short_leaves_replicas_equal(rank: Rank) -> None:
     """It costs what it has sent: residuals stay rounding errors."""
-    model = Model(rank.network(), commit="immediate", shapes=THREE)
+    model = Model(rank.network(), state_update="immediate", shapes=THREE)
     with closing(model.reducer):
         for step in range(4):
             futures = model.begin(feed(rank.rank, step, THREE), 2 if step == 1 else 3)
@@ -431,8 +436,8 @@ def test_a_backward_that_is_cut_short_leaves_replicas_equal(rank: Rank) -> None:
 def test_keys_and_their_order_may_be_any(rank: Rank, size: int) -> None:
     """Tensors that follow each other never share memory, whatever they are called."""
 
-    def train(commit: Commit) -> list[str]:
-        model, got = Model(rank.network(), commit=commit, shapes=THREE), []
+    def train(state_update: StateUpdate) -> list[str]:
+        model, got = Model(rank.network(), state_update=state_update, shapes=THREE), []
         parameters = dict(zip((0, 2, 4), model.parameters.items(), strict=True))
         with closing(model.reducer):
             for step, keys in enumerate([(0, 2, 4), (0, 2, 4), (2, 0, 4), (4, 2, 0)]):
@@ -451,11 +456,14 @@ def test_keys_and_their_order_may_be_any(rank: Rank, size: int) -> None:
     assert train("immediate") == train("deferred")
 
 
-def payload_bytes(rank: Rank, commit: str) -> float:
+def payload_bytes(rank: Rank, state_update: str) -> float:
     """Bytes per element of payloads, in a model of 8 buckets of one parameter each."""
     shapes = {f"{i}": (64, 1024) for i in range(8)}
     ddp = {"bucket_cap_mb": 0.25}
-    with compressed(rank, Fed(shapes), commit=commit, ddp=ddp, **LARGE) as (model, reducer):
+    with compressed(rank, Fed(shapes), state_update=state_update, ddp=ddp, **LARGE) as (
+        model,
+        reducer,
+    ):
         for step in range(3):
             backward(model, feed(rank.rank, step, shapes))
         memory = reducer.memory()
@@ -476,23 +484,23 @@ def test_tensors_take_turns_with_the_memory_of_payloads(rank: Rank, size: int) -
     ("settings", "immediate"),
     [
         ({}, True),
-        ({"commit": "deferred"}, False),
+        ({"state_update": "deferred"}, False),
         ({"ddp": {"find_unused_parameters": True}}, False),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, False),
         ({"grad_scaler": torch.amp.GradScaler("cpu", enabled=False)}, True),
-        ({"grad_scaler": torch.amp.GradScaler("cpu"), "commit": "immediate"}, True),
+        ({"grad_scaler": torch.amp.GradScaler("cpu"), "state_update": "immediate"}, True),
     ],
 )
 @on_threads(2)
 def test_which_one_is_in_force(rank: Rank, settings: dict[str, Any], immediate: bool) -> None:
     with compressed(rank, Fed(), **LARGE, **settings) as (_, reducer):
         assert reducer.immediate is immediate
-        assert reducer.comm_config()["commit"] == ("immediate" if immediate else "deferred")
+        assert reducer.comm_config()["state_update"] == ("immediate" if immediate else "deferred")
 
 
 @on_threads(2)
 def test_unused_parameters_need_the_deferred_one(rank: Rank) -> None:
     ddp = {"find_unused_parameters": True}
-    refused = pytest.raises(ValueError, match=r"commit='immediate'.*find_unused.*'auto'")
-    with refused, compressed(rank, Fed(), commit="immediate", ddp=ddp):
+    refused = pytest.raises(ValueError, match=r"state_update='immediate'.*find_unused.*'auto'")
+    with refused, compressed(rank, Fed(), state_update="immediate", ddp=ddp):
         pass

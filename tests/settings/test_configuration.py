@@ -330,12 +330,12 @@ def test_a_level_inside_nodes_may_be_left_out() -> None:
 
 
 def test_defaults_of_other_families_may_be_given_and_values_may_not() -> None:
-    given = {"delay": 0, "commit": "auto", "compile_kernels": False}
+    given = {"delay": 0, "state_update": "auto", "compile_kernels": False}
     strategy = lightning_dist.LocalUpdateStrategy("streaming", **given)
     assert strategy._settings.compile_kernels is False, "no kernels are compiled for local steps"
     assert strategy._settings.fragments == 4
-    with pytest.raises(ValueError, match=r"commit is a setting of DDP .* no step to undo"):
-        lightning_dist.LocalUpdateStrategy(commit="deferred")
+    with pytest.raises(ValueError, match=r"state_update is a setting of DDP .* no step to undo"):
+        lightning_dist.LocalUpdateStrategy(state_update="deferred")
     with pytest.raises(
         ValueError, match=r"method is a setting of local updates .* give method= to"
     ):

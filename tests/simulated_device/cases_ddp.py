@@ -115,14 +115,18 @@ def train(
     *,
     count: int = 6,
     overflows_at: int = -1,
-    commit: Literal["auto", "deferred"] = "auto",
+    state_update: Literal["auto", "deferred"] = "auto",
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Digests of weights after every step, and what was counted in its backward pass."""
     device = place(rank)
     module = copy.deepcopy(_module).to(device)
     model: DistributedDataParallel = rank.ddp(module, **SMALL_BUCKETS)
     scaler = torch.amp.GradScaler(device.type, init_scale=256.0) if overflows_at >= 0 else None
-    settings: dict[str, Any] = {"min_compress_numel": 0, "grad_scaler": scaler, "commit": commit}
+    settings: dict[str, Any] = {
+        "min_compress_numel": 0,
+        "grad_scaler": scaler,
+        "state_update": state_update,
+    }
     reducer = compress_ddp(model, codec, groups=rank.groups(), **settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank.rank)
@@ -170,9 +174,11 @@ def test_an_overflow_under_a_scaler_is_that_of_the_cpu(codec: str) -> None:
     require_same(lambda rank: train(rank, codec, overflows_at=2)[0], 2, seed=4)
 
 
-def counted(codec: str, commit: Literal["auto", "deferred"] = "auto") -> dict[str, Any]:
+def counted(codec: str, state_update: Literal["auto", "deferred"] = "auto") -> dict[str, Any]:
     """Of the last step of rank 0, in which nothing is made for the first time."""
-    (_, of_steps), *_ = run_on_devices(lambda rank: train(rank, codec, count=3, commit=commit), 3)
+    (_, of_steps), *_ = run_on_devices(
+        lambda rank: train(rank, codec, count=3, state_update=state_update), 3
+    )
     return of_steps[-1]
 
 

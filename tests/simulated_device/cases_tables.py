@@ -30,11 +30,11 @@ def same_memory(tensor: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
-def steps(rank: Rank, codec: str, commit: str, least: int) -> tuple[list[str], set[type]]:
+def steps(rank: Rank, codec: str, state_update: str, least: int) -> tuple[list[str], set[type]]:
     device = rank.accelerator if isinstance(rank, SimulatedRank) else torch.device("cpu")
     digests = []
     settings: dict[str, Any] = {"min_compress_numel": least, "error_feedback": True}
-    settings |= {"commit": commit, "ddp": {"bucket_cap_mb": 1 if least else 0.004}}
+    settings |= {"state_update": state_update, "ddp": {"bucket_cap_mb": 1 if least else 0.004}}
     with compressed(rank, Fed(SHAPES).to(device), codec, **settings) as (model, reducer):
         for step in range(3):
             given: Tensors = {n: x.to(device) for n, x in feed(rank.rank, step, SHAPES).items()}
@@ -47,13 +47,15 @@ def steps(rank: Rank, codec: str, commit: str, least: int) -> tuple[list[str], s
 
 
 @pytest.mark.parametrize("least", [0, 1000])
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
 @pytest.mark.parametrize(("codec", "size"), [("int8:block_size=64", 3), ("qsgd:block_size=64", 2)])
-def test_steps_are_those_of_gloo_on_the_cpu(codec: str, size: int, commit: str, least: int) -> None:
+def test_steps_are_those_of_gloo_on_the_cpu(
+    codec: str, size: int, state_update: str, least: int
+) -> None:
     """With parameters beside that are not compressed, where ``least`` is not 0."""
 
     def body(rank: Rank) -> tuple[list[str], set[type]]:
-        return steps(rank, codec, commit, least)
+        return steps(rank, codec, state_update, least)
 
     expected = [digests for digests, _ in run_threads(body, size)]
     with delays(size), in_tables(on_host):

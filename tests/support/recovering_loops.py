@@ -37,12 +37,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
-from lightning_dist.elastic.loop.placement import LoopPlacement
+from lightning_dist.elastic.loop.user_loop import UserLoop
 from lightning_dist.elastic.process.lifecycle import ProcessLifecycle
 from lightning_dist.elastic.recovery import step as recovery
 from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations
 from lightning_dist.elastic.recovery.protocol import Keys
-from lightning_dist.elastic.recovery.step import RecoverablePlacement
+from lightning_dist.elastic.recovery.step import RecoverableLoop
 from lightning_dist.ranks.channel import Channel
 
 SIZE, BATCH, EPOCHS = 60, 4, 3
@@ -172,25 +172,25 @@ def watch_groups(faults: Faults) -> None:
     GenerationGroups.made = making  # type: ignore[method-assign]
 
 
-def watch_places(faults: Faults, placement: type[RecoverablePlacement]) -> None:
+def watch_places(faults: Faults, loop: type[RecoverableLoop]) -> None:
     """Strike where a state is sent and received, and where a checkpoint is written."""
-    handover, receive, write = placement._handover, recovery.from_rank, placement.write
+    handover, receive, write = loop._handover, recovery.from_rank, loop.write
 
-    def handing(placement: RecoverablePlacement) -> Any:
+    def handing(loop: RecoverableLoop) -> Any:
         faults.strike("source")
-        return handover(placement)
+        return handover(loop)
 
     def receiving(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
         if to is not None and dist.get_rank() in to:
             faults.strike("healed")
         return receive(state, rank=rank, to=to)
 
-    def writing(placement: RecoverablePlacement, path: str) -> None:
+    def writing(loop: RecoverableLoop, path: str) -> None:
         faults.strike("saving")
-        write(placement, path)
+        write(loop, path)
 
-    placement._handover = handing  # type: ignore[method-assign]
-    placement.write = writing  # type: ignore[method-assign]
+    loop._handover = handing  # type: ignore[method-assign]
+    loop.write = writing  # type: ignore[method-assign]
     recovery.from_rank = receiving
 
 
@@ -298,7 +298,7 @@ def profiled(model: nn.Module | None, folder: Path) -> CommProfiler:
     return CommProfiler(model, dirpath=folder, max_overhead=1.0, predict=False, trace=False)
 
 
-def begin(folder: Path, told: dict[str, Any], placement: type[RecoverablePlacement]) -> Faults:
+def begin(folder: Path, told: dict[str, Any], loop: type[RecoverableLoop]) -> Faults:
     """What a worker does first; in a process alone, which may be one of tests, nothing strikes."""
     faults = Faults(folder, told.get("faults", []))
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
@@ -313,14 +313,14 @@ def begin(folder: Path, told: dict[str, Any], placement: type[RecoverablePlaceme
         os.environ["LIGHTNING_DIST_HOSTNAME"] = f"host{node}"
     faults.strike("warm-up")
     watch_groups(faults)
-    watch_places(faults, placement)
+    watch_places(faults, loop)
     watch_votes(folder, faults, told.get("lost", []))
     return faults
 
 
 def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
-    faults = begin(folder, told, LoopPlacement)
+    faults = begin(folder, told, UserLoop)
     module = Net()
     module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
     sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)

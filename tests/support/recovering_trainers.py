@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
-from lightning_dist.frameworks.lightning.elastic.recovery import RecoveringPlacement, Sections
+from lightning_dist.frameworks.lightning.elastic.recovery import RecoverableTrainerLoop, Sections
 
 
 class Module(pl.LightningModule):
@@ -51,7 +51,7 @@ class Module(pl.LightningModule):
     def __init__(self, folder: Path, told: dict[str, Any]) -> None:
         super().__init__()
         self.net, self.told = Net(), told
-        self.faults = begin(folder, told, RecoveringPlacement)
+        self.faults = begin(folder, told, RecoverableTrainerLoop)
         self.own = os.environ["LIGHTNING_DIST_WORKER"]
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []

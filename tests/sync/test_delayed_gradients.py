@@ -24,10 +24,10 @@ from worlds import Rank, run_threads
 from lightning_dist import AsyncCheckpoint, LocalUpdateStrategy, OneBitAdam, compress_ddp
 from lightning_dist.codecs import CODECS
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.reducer.commit import DelayedMeans
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.step_end import DelayedMeans
 from lightning_dist.sync.base import Environment, sync_of
 from lightning_dist.sync.ddp import GradientSync
 
@@ -240,7 +240,7 @@ def test_other_groups_begin_anew(world: World) -> None:
     [
         ({"delay": 2}, "delay must be 0, or 1"),
         ({"delay": True}, "delay must be 0, or 1"),
-        ({"commit": "deferred"}, "commit='deferred' depends on whether"),
+        ({"state_update": "deferred"}, "state_update='deferred' depends on whether"),
         ({"grad_scaler": torch.amp.GradScaler("cpu")}, "got a GradScaler"),
         ({"ddp": {"find_unused_parameters": True}}, "got find_unused_parameters=True"),
     ],

@@ -31,8 +31,8 @@ from lightning_dist import by_name, compress_ddp
 from lightning_dist.accelerate import CompressedDDPPlugin
 from lightning_dist.base.private import timeout_of
 from lightning_dist.fabric import CompressedDDPStrategy
-from lightning_dist.reducer.commit import require_equal_hyperparameters
 from lightning_dist.reducer.reducer import Reducer
+from lightning_dist.reducer.step_end import require_equal_hyperparameters
 from lightning_dist.sync.base import sync_of
 
 

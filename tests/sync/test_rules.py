@@ -146,9 +146,9 @@ BROKEN: dict[str, tuple[Break, str]] = {
     ),
     "what is committed was used": (
         lambda case, rank: replace(
-            case, settings=ExchangeSettings(commit="immediate"), model=unused(rank)
+            case, settings=ExchangeSettings(state_update="immediate"), model=unused(rank)
         ),
-        "leave commit at 'auto'",
+        "leave state_update at 'auto'",
     ),
     "what is delayed will be used": (
         lambda case, rank: replace(case, settings=DELAYED, model=unused(rank)),

@@ -78,7 +78,7 @@ _SMALL = {"byteorder": sys.byteorder.encode(), "version": b"3\n"}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StorageRange:
     """Bytes ``start`` to ``start + nbytes`` of a storage, and where the snapshot keeps them."""
 
     storage: torch.UntypedStorage
@@ -87,7 +87,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SnapshotPlan:
     """Bytes that one rank copies for one save.
 
     ``constants`` are ready bytes, ``now`` is copied at the trigger and ``later`` while training
@@ -95,8 +95,8 @@ class Plan:
     """
 
     constants: tuple[tuple[Piece, bytes], ...]
-    now: tuple[Run, ...]
-    later: tuple[Run, ...]
+    now: tuple[StorageRange, ...]
+    later: tuple[StorageRange, ...]
     nbytes: int
     records: tuple[str, ...]
     """All records of the checkpoint, of all ranks, in the order of the archive."""
@@ -146,7 +146,7 @@ def plan(
     spreads: Mapping[int, Spread] = MappingProxyType({}),
     rank: int = 0,
     ranks: int = 1,
-) -> Plan:
+) -> SnapshotPlan:
     """Divide a checkpoint.
 
     With several ranks, what the optimizers own is alike on all of them: each takes a run of equal
@@ -155,8 +155,8 @@ def plan(
     for all, as in every DDP checkpoint.
     """
     constants: list[tuple[Piece, bytes]] = []
-    now: list[Run] = []
-    later: list[Run] = []
+    now: list[StorageRange] = []
+    later: list[StorageRange] = []
     used = 0
 
     def place(record: str, nbytes: int, start: int = 0) -> Piece:
@@ -179,22 +179,22 @@ def plan(
             for start, part in spreads[address].runs():
                 assert part.is_contiguous()
                 first = int(part.storage_offset()) * part.element_size()
-                run = Run(part.untyped_storage(), first, place(record, part.nbytes, start))
+                run = StorageRange(part.untyped_storage(), first, place(record, part.nbytes, start))
                 is_owned = run.storage.data_ptr() in owned
                 (later if overlap and is_owned else now).append(run)
         elif address in owned:
             start, end = (min(max(bound - passed, 0), nbytes) for bound in (low, high))
             passed += nbytes
             if start < end:
-                run = Run(content, start, place(record, end - start, start))
+                run = StorageRange(content, start, place(record, end - start, start))
                 (later if overlap else now).append(run)
         elif rank == 0:
-            now.append(Run(content, 0, place(record, nbytes)))
+            now.append(StorageRange(content, 0, place(record, nbytes)))
     sizes: dict[bool, dict[str, int]] = {True: {}, False: {}}
     for key, storage in enumerate(pickled.storages):
         if (found := spreads.get(storage.data_ptr())) is not None:
             sizes[found.complete][f"data/{key}"] = storage.nbytes()
-    return Plan(
+    return SnapshotPlan(
         tuple(constants),
         tuple(now),
         tuple(later),

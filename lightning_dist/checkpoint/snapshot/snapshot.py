@@ -21,7 +21,7 @@ from lightning_dist.base.accelerator import DeviceStream, device_module, is_acce
 from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Save
 from lightning_dist.checkpoint.private import version_of
-from lightning_dist.checkpoint.snapshot.plan import Owned, Plan, Run, owned_by
+from lightning_dist.checkpoint.snapshot.plan import Owned, SnapshotPlan, StorageRange, owned_by
 from lightning_dist.checkpoint.writer_queue import WriterQueue
 from lightning_dist.settings.run import CheckpointSettings
 
@@ -31,7 +31,7 @@ _WORD = torch.int64
 """Copied as these where their number is whole: one by one, bytes take a sixth longer."""
 
 
-def copy_now(runs: Iterable[Run], snapshot: Tensor) -> None:
+def copy_now(runs: Iterable[StorageRange], snapshot: Tensor) -> None:
     """Copy on the calling thread; returns when the bytes are there."""
     for run in runs:
         slot, content = _slot(run, snapshot), _content(run)
@@ -48,7 +48,7 @@ class LaterCopy:
     must not step (:class:`Fence`).
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[StorageRange, ...]
     snapshot: Tensor
     owned: Owned
     _versions: Mapping[int, int] = field(init=False)
@@ -74,7 +74,7 @@ class LaterCopy:
                 stream.synchronize()
         return self._torn()
 
-    def _copy(self, run: Run) -> None:
+    def _copy(self, run: StorageRange) -> None:
         device, slot = run.storage.device, _slot(run, self.snapshot)
         stream = self._streams.get(device)
         if stream is not None:
@@ -104,16 +104,16 @@ class LaterCopy:
         return ""
 
 
-def _content(run: Run) -> Tensor:
+def _content(run: StorageRange) -> Tensor:
     whole = torch.empty(0, dtype=torch.uint8, device=run.storage.device).set_(run.storage)
     return whole[run.start : run.start + run.piece.nbytes]
 
 
-def _slot(run: Run, snapshot: Tensor) -> Tensor:
+def _slot(run: StorageRange, snapshot: Tensor) -> Tensor:
     return snapshot[run.piece.offset : run.piece.offset + run.piece.nbytes]
 
 
-def _samples_of(run: Run) -> bytes:
+def _samples_of(run: StorageRange) -> bytes:
     """Empty on an accelerator, where reading them would wait for all that is queued."""
     if run.storage.device.type != "cpu":
         return b""
@@ -237,7 +237,7 @@ class Snapshots:
         """Tensors that the optimizers own now."""
         return owned_by(self.optimizers)
 
-    def take(self, save: Save, divided: Plan, owned: Owned) -> None:
+    def take(self, save: Save, divided: SnapshotPlan, owned: Owned) -> None:
         """Take what the plan says and have it saved; the snapshot before must be complete.
 
         Raises:
@@ -270,7 +270,7 @@ class Snapshots:
             "parameters in the optimizer step only, or set snapshot='blocking'"
         )
 
-    def _require_memory(self, divided: Plan) -> None:
+    def _require_memory(self, divided: SnapshotPlan) -> None:
         limit, needed = self._settings.host_memory_limit, divided.nbytes
         needed *= self._settings.max_in_flight
         if limit is not None and needed > limit:

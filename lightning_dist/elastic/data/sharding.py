@@ -278,7 +278,7 @@ class Remembered:
         return self._states.get(batches)
 
 
-class Deal:
+class DataShards:
     """This rank's share of every epoch.
 
     Args:

@@ -64,7 +64,7 @@ def attempt_store(launch: Launch, *, timeout: timedelta) -> Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        yield meet(store, rank=launch.rank, world_size=launch.world_size, deadline=deadline)
+        yield rendezvous(store, rank=launch.rank, world_size=launch.world_size, deadline=deadline)
 
     limit = timeout.total_seconds() + _LAST_SECONDS
     try:
@@ -74,7 +74,7 @@ def attempt_store(launch: Launch, *, timeout: timedelta) -> Store:
         raise TimeoutError(f"The ranks' store at {address} does not answer: {error}") from error
 
 
-def meet(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:
+def rendezvous(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:
     """``store`` under the prefix on which the ``world_size`` callers agree.
 
     Args:
@@ -83,19 +83,19 @@ def meet(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:
     Raises:
         TimeoutError: as :func:`attempt_store`.
     """
-    lobby = PrefixStore(ROOT, store)
+    rendezvous_store = PrefixStore(ROOT, store)
     if rank == 0:
         attempt = secrets.token_hex(8)
-        _gather(lobby, attempt, set(range(1, world_size)), deadline)
-        _forget_others(lobby, attempt)
+        _gather(rendezvous_store, attempt, set(range(1, world_size)), deadline)
+        _forget_others(rendezvous_store, attempt)
     else:
-        attempt = _join(lobby, rank, deadline)
+        attempt = _join(rendezvous_store, rank, deadline)
     return PrefixStore(f"{ROOT}/{attempt}", store)
 
 
-def _gather(lobby: Store, attempt: str, missing: set[int], deadline: float) -> None:
+def _gather(rendezvous_store: Store, attempt: str, missing: set[int], deadline: float) -> None:
     """Tell every rank of ``missing`` the name ``attempt``."""
-    others, queue, requests = len(missing), StoreQueue(lobby), list[str]()
+    others, queue, requests = len(missing), StoreQueue(rendezvous_store), list[str]()
 
     def comes() -> bool:
         if (text := queue.pop()) is not None:
@@ -111,24 +111,24 @@ def _gather(lobby: Store, attempt: str, missing: set[int], deadline: float) -> N
             )
         rank, nonce, *confirmed = requests.pop().split()
         if not confirmed:
-            lobby.set(f"answer-{nonce}", attempt)
+            rendezvous_store.set(f"answer-{nonce}", attempt)
         elif confirmed == [attempt]:
             missing.discard(int(rank))
 
 
-def _join(lobby: Store, rank: int, deadline: float) -> str:
+def _join(rendezvous_store: Store, rank: int, deadline: float) -> str:
     """The name that rank 0 has drawn."""
     nonce = secrets.token_hex(8)
     answer = f"answer-{nonce}"
-    queue = StoreQueue(lobby)
+    queue = StoreQueue(rendezvous_store)
     queue.push(f"{rank} {nonce}")
-    if not _wait(lambda: lobby.check([answer]), deadline):
+    if not _wait(lambda: rendezvous_store.check([answer]), deadline):
         raise TimeoutError(
             f"Rank {rank} had no answer from rank 0 in time; see the output of rank 0, and whether "
             "all ranks have the same MASTER_ADDR and MASTER_PORT"
         )
-    attempt: str = lobby.get(answer).decode()
-    lobby.delete_key(answer)
+    attempt: str = rendezvous_store.get(answer).decode()
+    rendezvous_store.delete_key(answer)
     queue.push(f"{rank} {nonce} {attempt}")
     return attempt
 
@@ -145,17 +145,19 @@ def _wait(ready: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _forget_others(lobby: Store, attempt: str) -> None:
+def _forget_others(rendezvous_store: Store, attempt: str) -> None:
     """Remove what earlier attempts left, so that a store does not grow with every restart.
 
     Answers that are still there were for the dead: the living removed theirs before they confirmed.
     """
-    if not hasattr(lobby, "list_keys"):  # in torch 2.7, with some keys more for each start
+    if not hasattr(
+        rendezvous_store, "list_keys"
+    ):  # in torch 2.7, with some keys more for each start
         return
     with suppress(RuntimeError):  # not every store can list its keys
-        for key in lobby.list_keys():
+        for key in rendezvous_store.list_keys():
             if not key.startswith(f"{attempt}/"):
-                lobby.delete_key(key)
+                rendezvous_store.delete_key(key)
 
 
 def init_process_group(

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dist.elastic.data.plan import MicroBatch
-from lightning_dist.elastic.history import Summary
-from lightning_dist.elastic.loop.placement import LoopPlacement
+from lightning_dist.elastic.history import RestartCosts
+from lightning_dist.elastic.loop.user_loop import UserLoop
 from lightning_dist.elastic.progress import ElasticState
-from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.settings.run import CheckpointSettings, RecoverySettings, RunSettings
 from lightning_dist.settings.signatures import takes
 
@@ -89,8 +89,8 @@ class ElasticLoop:
             self._settings.require_recoverable()
         self._loader, self._given = loader, state
         self._move = None if device is None else _mover(device)
-        self._run = LoopPlacement(
-            Session(self._settings),
+        self._run = UserLoop(
+            ElasticSession(self._settings),
             accumulate=gradient_accumulation_steps,
             signals=signals,
             recovering=recovering,
@@ -132,7 +132,7 @@ class ElasticLoop:
         return self._this is not None and self._this.ends_step
 
     @property
-    def summary(self) -> Summary:
+    def summary(self) -> RestartCosts:
         """Cost of restarts of this run so far; on rank 0."""
         return self._run.session.history.summary
 
@@ -183,7 +183,7 @@ class ElasticLoop:
                 "early, leave epochs() too, with break, return or an exception"
             )
         self._run.end_epoch(epoch)
-        self._run.settle()
+        self._run.sync_point()
 
     def batches(self) -> Iterator[Any]:
         """Batches left for this rank in the epoch.
@@ -267,7 +267,7 @@ class ElasticLoop:
             return
         self._run.step(self._run.data.plan().after(self._index + 1))
         # A checkpoint after the last step waits for what the user does after the epoch.
-        self._run.settle()
+        self._run.sync_point()
 
     def __exit__(
         self,

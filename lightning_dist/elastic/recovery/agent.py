@@ -28,7 +28,11 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.elastic.launcher.planned_stops import PlannedStops
 from lightning_dist.elastic.private import close_output, store_of_rendezvous
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
-from lightning_dist.elastic.recovery.coordinator import RecoveryHost, RecoveryNode, RecoverySettings
+from lightning_dist.elastic.recovery.coordinator import (
+    CoordinatorSettings,
+    RecoveryHost,
+    RecoveryNode,
+)
 from lightning_dist.elastic.recovery.forks import ForkServer, runs_python
 
 log = get_logger(__name__)
@@ -79,7 +83,7 @@ class RecoveringAgent(PlannedStops):
         nodes = _nodes(spec, size)
         if not isinstance(spec.entrypoint, str) or nodes is None:
             return
-        settings = RecoverySettings.from_env(nodes=nodes, ranks=spec.local_world_size)
+        settings = CoordinatorSettings.from_env(nodes=nodes, ranks=spec.local_world_size)
         key = "lightning_dist/recovery"
         if worker_group.group_rank == 0:
             host = "localhost" if nodes[1] == 1 else worker_group.master_addr
@@ -98,14 +102,18 @@ class RecoveringAgent(PlannedStops):
         torch's rendezvous lets a node wait, at which all others restart their workers, so this
         node does not go there: the store of the rendezvous has the address of the job.
         """
-        spec, lobby = worker_group.spec, _lobby(worker_group.spec)
-        address = lobby.get(_key(spec)).decode() if lobby and lobby.check([_key(spec)]) else ""
-        if lobby is None or address in ("", self._left):
+        spec, rendezvous_store = worker_group.spec, _rendezvous_store(worker_group.spec)
+        address = (
+            rendezvous_store.get(_key(spec)).decode()
+            if rendezvous_store and rendezvous_store.check([_key(spec)])
+            else ""
+        )
+        if rendezvous_store is None or address in ("", self._left):
             return False
         nodes = _nodes(spec, 1)
         assert nodes is not None
         ranks = spec.local_world_size
-        settings = RecoverySettings.from_env(nodes=nodes, ranks=ranks)
+        settings = CoordinatorSettings.from_env(nodes=nodes, ranks=ranks)
         try:
             node = RecoveryNode(
                 address, ranks=ranks, min_workers=settings.min_workers, timeout=JOIN_TIMEOUT
@@ -119,7 +127,7 @@ class RecoveringAgent(PlannedStops):
             return False
         self._node, self._is_recovering = node, True
         group: Any = worker_group  # torch's types are those of None
-        group.store, group.group_rank, group.group_world_size = lobby, number, 1
+        group.store, group.group_rank, group.group_world_size = rendezvous_store, number, 1
         group.master_addr, _, group.master_port = address.rpartition(":")
         # Ranks mean nothing to workers that wait for a generation.
         group.workers = [
@@ -134,8 +142,10 @@ class RecoveringAgent(PlannedStops):
             self._left = self._node.address
         if self._host is not None:
             with suppress(RuntimeError):
-                if self._is_recovering and (lobby := _lobby(self._worker_group.spec)):
-                    lobby.set(_key(self._worker_group.spec), "")
+                if self._is_recovering and (
+                    rendezvous_store := _rendezvous_store(self._worker_group.spec)
+                ):
+                    rendezvous_store.set(_key(self._worker_group.spec), "")
             self._host.close()
         self._host, self._node, self._is_recovering = None, None, False
 
@@ -150,8 +160,12 @@ class RecoveringAgent(PlannedStops):
         try:
             if not self._is_recovering and self._node is not None:
                 self._is_recovering = self._node.newest().number >= 0
-                if self._is_recovering and self._host and (lobby := _lobby(worker_group.spec)):
-                    lobby.set(_key(worker_group.spec), self._host.address)
+                if (
+                    self._is_recovering
+                    and self._host
+                    and (rendezvous_store := _rendezvous_store(worker_group.spec))
+                ):
+                    rendezvous_store.set(_key(worker_group.spec), self._host.address)
             if self._is_recovering:
                 return self._recover(worker_group)
         except RuntimeError as error:  # of the store; there is no other base class
@@ -357,7 +371,7 @@ def _kill(handler: SubprocessHandler) -> None:
     close_output(handler)
 
 
-def _lobby(spec: WorkerSpec) -> Store | None:
+def _rendezvous_store(spec: WorkerSpec) -> Store | None:
     """The store of a rendezvous that nodes can join."""
     handler = spec.rdzv_handler
     if isinstance(handler, DynamicRendezvousHandler) and handler.settings.max_nodes > 1:

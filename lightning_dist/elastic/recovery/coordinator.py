@@ -21,8 +21,8 @@ from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,
     Keys,
-    Report,
     Worker,
+    WorkerReport,
     decode_generation,
     decode_report,
     encode,
@@ -38,7 +38,7 @@ QUIET_SECONDS, BUSY_SECONDS, CARE_SECONDS = 0.02, 0.005, 0.5
 
 
 @dataclass(frozen=True)
-class RecoverySettings:
+class CoordinatorSettings:
     """Limits of recovery within the process; the launcher reads them from its environment.
 
     Attributes:
@@ -70,7 +70,7 @@ class RecoverySettings:
     @classmethod
     def from_env(
         cls, *, nodes: tuple[int, int], ranks: int, environ: Mapping[str, str] = os.environ
-    ) -> RecoverySettings:
+    ) -> CoordinatorSettings:
         """Settings for fewest and most nodes with so many workers each.
 
         At least there is one worker for each of the fewest nodes, unless the user says otherwise.
@@ -102,7 +102,7 @@ class Coordinator:
         places: workers of the start, for all of which the first generation waits.
     """
 
-    def __init__(self, store: Store, settings: RecoverySettings, *, places: int) -> None:
+    def __init__(self, store: Store, settings: CoordinatorSettings, *, places: int) -> None:
         self.newest = Generation(-1)
         self.is_over = False
         """All members have ended with 0."""
@@ -110,7 +110,7 @@ class Coordinator:
         self._settings = settings
         self._places = places
         self._names: list[str] = []
-        self._ready: dict[str, Report] = {}
+        self._ready: dict[str, WorkerReport] = {}
         self._waiting = 0  # newcomers for whom there was a place; counted here only
         self._had: set[str] = set()  # members of any generation
         self._dead: dict[str, str] = {}
@@ -216,7 +216,7 @@ class Coordinator:
         self._cared = float("-inf")  # from now on at every look
         return True
 
-    def _reports(self) -> dict[str, Report]:
+    def _reports(self) -> dict[str, WorkerReport]:
         number, reports = self.newest.number, {}
         for name in self.newest.members:
             key = Keys.report(number, name)
@@ -298,7 +298,9 @@ class RecoveryHost:
         places: their workers.
     """
 
-    def __init__(self, host: str, settings: RecoverySettings, *, nodes: int, places: int) -> None:
+    def __init__(
+        self, host: str, settings: CoordinatorSettings, *, nodes: int, places: int
+    ) -> None:
         self._server = TCPStore(host, 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
         self.address = f"{host}:{self._server.port}"
         PrefixStore(ROOT, self._server).add(Keys.nodes, nodes)

@@ -35,7 +35,7 @@ from lightning_dist.base.private import new_group, set_group_timeout
 from lightning_dist.elastic.private import all_groups, forget_group_numbers
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
-from lightning_dist.elastic.recovery.protocol import Generation, Report
+from lightning_dist.elastic.recovery.protocol import Generation, WorkerReport
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.ranks.launch import RECOVERY_STORE, Launch
 
@@ -291,7 +291,7 @@ class Generations:
         except StoreLostError as error:
             self.end(str(error), code=EXIT_RESTART)
 
-    def report(self, report: Report) -> Generation:
+    def report(self, report: WorkerReport) -> Generation:
         """End this generation here, and wait for the next one.
 
         Raises:
@@ -299,7 +299,7 @@ class Generations:
         """
         return self._member.report(report)
 
-    def after(self, report: Report) -> Generation:
+    def after(self, report: WorkerReport) -> Generation:
         """The same, and the end of this process where there can be none."""
         try:
             return self._member.report(report)
@@ -341,7 +341,7 @@ class Generations:
                 f"{_TRIES} generations of the same step have failed: {generation.reason}"
             ) from failure
         self._members = None
-        self._member.meet()
+        self._member.rendezvous()
         number, member = generation.number, self._member
         with self.groups.made(
             member.connect, port=member.port, number=number, rank=rank, world_size=size

@@ -20,15 +20,15 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 
 from lightning_dist.elastic.launcher.store import NoAnswerError, await_answer
-from lightning_dist.elastic.recovery.coordinator import RecoverySettings
+from lightning_dist.elastic.recovery.coordinator import CoordinatorSettings
 from lightning_dist.elastic.recovery.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
     NOT_YET,
     ROOT,
     Generation,
     Keys,
-    Report,
     Worker,
+    WorkerReport,
     decode_generation,
     encode,
 )
@@ -69,8 +69,8 @@ class RecoveryEnvironment:
     host: str
     port: int
     worker: Worker
-    report_timeout: float = RecoverySettings.report_timeout
-    beat_timeout: float = RecoverySettings.beat_timeout
+    report_timeout: float = CoordinatorSettings.report_timeout
+    beat_timeout: float = CoordinatorSettings.beat_timeout
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RecoveryEnvironment | None:
@@ -182,7 +182,8 @@ class Member:
             if not self.store.check([Keys.modules]):
                 self.store.set(Keys.modules, json.dumps(installed_modules()))
             self.store.set(
-                Keys.report(NOT_YET, self.name), encode(Report(self.name, fingerprint=fingerprint))
+                Keys.report(NOT_YET, self.name),
+                encode(WorkerReport(self.name, fingerprint=fingerprint)),
             )
             newest = -1
             while True:  # a spare waits as long as all places are taken
@@ -196,7 +197,7 @@ class Member:
 
         return self._enter(self._ask(looks()))
 
-    def report(self, report: Report) -> Generation:
+    def report(self, report: WorkerReport) -> Generation:
         """Write ``report``, which ends this generation here; the next one.
 
         Raises:
@@ -224,7 +225,7 @@ class Member:
 
         return self._enter(self._ask(looks()))
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Wait until all members of this generation are here.
 
         Raises:

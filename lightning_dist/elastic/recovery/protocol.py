@@ -4,7 +4,7 @@ A *generation* is a list of workers that train together; process groups live as 
 coordinator, a thread of the launcher that hosts the store, is the only one that makes generations,
 so there is never a second opinion about who takes part: a worker that cannot reach the store stops.
 
-- A worker that is ready to train writes a :class:`Report` with ``generation=-1`` and waits for a
+- A worker that is ready to train writes a :class:`WorkerReport` with ``generation=-1`` and waits for a
   generation that has it.
 - A worker that cannot go on (a peer is gone), or pauses at a step boundary since others want to
   join, writes a report for its generation, and waits for the next one.
@@ -57,7 +57,7 @@ class Worker(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """Position of a worker; it writes nothing more of ``generation`` and waits for the next one.
 
     Attributes:
@@ -126,14 +126,14 @@ def leader_of(generation: Generation) -> int:
     return list(generation.members).index(generation.leader)
 
 
-def encode(record: Report | Generation) -> str:
+def encode(record: WorkerReport | Generation) -> str:
     """``record`` as a value of the store."""
     return json.dumps(asdict(record))
 
 
-def decode_report(value: bytes | str) -> Report:
+def decode_report(value: bytes | str) -> WorkerReport:
     """The report that :func:`encode` gave ``value`` for."""
-    return Report(**json.loads(value))
+    return WorkerReport(**json.loads(value))
 
 
 def decode_generation(value: bytes | str) -> Generation:
@@ -209,9 +209,9 @@ class Keys:
 
 def next_generation(
     now: Generation,
-    reports: Mapping[str, Report],
+    reports: Mapping[str, WorkerReport],
     *,
-    ready: Mapping[str, Report],
+    ready: Mapping[str, WorkerReport],
     dead: Mapping[str, str],
     late: Collection[str] = (),
     min_workers: int,
@@ -285,7 +285,7 @@ def next_generation(
 
 
 @dataclass(frozen=True)
-class Change:
+class OutageReport:
     """A pause in which members were lost or joined, and training went on.
 
     Attributes:
@@ -330,7 +330,7 @@ class Change:
 
 
 @dataclass
-class Pause:
+class Outage:
     """Events between two steps, from the first failure until all ranks continue.
 
     Attributes:
@@ -339,7 +339,7 @@ class Pause:
         is_redone: a rank has begun the next step, which is taken again.
         norm: of the residuals of this rank at the start; None on a newcomer.
         reasons: of the generations since then.
-        norm_lost: as of a :class:`Change`.
+        norm_lost: as of a :class:`OutageReport`.
         taken_over: lost workers whose residuals others have taken over.
     """
 
@@ -372,10 +372,10 @@ class Pause:
         lost = set(self.members) - set(generation.members) - self.taken_over
         self.norm_lost = norm_of_lost(norms, lost=len(lost))
 
-    def change(self, generation: Generation, *, step: int) -> Change:
+    def report(self, generation: Generation, *, step: int) -> OutageReport:
         """The change, once all ranks continue."""
         before, now = set(self.members), set(generation.members)
-        return Change(
+        return OutageReport(
             generation.number,
             step,
             world_size=len(now),

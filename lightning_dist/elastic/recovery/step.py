@@ -25,7 +25,7 @@ from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.frameworks import set_framework_rank
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import StoreLostError
-from lightning_dist.elastic.recovery.protocol import Generation, Pause, Report, leader_of
+from lightning_dist.elastic.recovery.protocol import Generation, Outage, WorkerReport, leader_of
 from lightning_dist.elastic.recovery.regroup import (
     ResidualMirror,
     compile_ahead,
@@ -34,7 +34,7 @@ from lightning_dist.elastic.recovery.regroup import (
     require_flat,
     require_recoverable,
 )
-from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.elastic.session import ElasticSession, TrainingLoop
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.reducer.stats import untraced
 from lightning_dist.sync.ddp import describe_parameters
@@ -102,7 +102,7 @@ class StepRecovery:
         self._arrivals = 0
         generations.progress = lambda: self._arrivals + self.reducer.arrivals
         self._taken_over = ""  # the lost worker whose residuals this rank has
-        self.pause = Pause()
+        self.outage = Outage()
         self._buffers_are_sent = model.forward_sync_buffers
         generations.on_broken = self._break
         model.forward_sync_buffers = False  # they are sent between steps, where that may fail
@@ -242,7 +242,7 @@ class StepRecovery:
         """
         if self._store_lost is not None:
             self.generations.end(str(self._store_lost), code=EXIT_RESTART)
-        self.pause.begin()
+        self.outage.begin()
         generation, self._next = self._next, None
         if generation is None:
             failed = self.generations.is_broken or self.reducer.failure is not None
@@ -258,8 +258,8 @@ class StepRecovery:
                 members, data, control = self.generations.enter(
                     generation, has_state=self._has_state, failure=self.reducer.failure
                 )
-                if self.pause.norm is None and self._has_state:
-                    self.pause.norm = self.reducer.residual_norm()
+                if self.outage.norm is None and self._has_state:
+                    self.outage.norm = self.reducer.residual_norm()
                 regroup(
                     self._model,
                     self.reducer,
@@ -277,7 +277,7 @@ class StepRecovery:
                 self.generations.lost(error)
                 generation = self.generations.after(self._report(failed=True, is_closed=is_closed))
 
-    def handed_over(self, generation: Generation, give: Callable[[], Any]) -> Any:
+    def transfer_state(self, generation: Generation, give: Callable[[], Any]) -> Any:
         """Value of ``give`` on the source of a generation, None where it is known. Collective."""
         if generation.source is None:  # all begin, from the weights of rank 0 as under DDP
             module = self._model.module
@@ -297,19 +297,21 @@ class StepRecovery:
     def has_state(self) -> None:
         """This worker is where the training is."""
         self._has_state = True
-        if not self.pause.reasons:  # all begin
-            self.pause = Pause(self.generations.now.members)
+        if not self.outage.reasons:  # all begin
+            self.outage = Outage(self.generations.now.members)
             if self._mirror is not None:  # where the caller has made the first generation
                 self._mirror.regroup(self.generations.now.members)
 
     @property
     def facts(self) -> tuple[float | None, str, bool]:
-        """Facts of this rank for :meth:`.Pause.enter`."""
-        return self.pause.norm, self._taken_over, self.pause.is_redone
+        """Facts of this rank for :meth:`.Outage.enter`."""
+        return self.outage.norm, self._taken_over, self.outage.is_redone
 
-    def _report(self, *, failed: bool, holds: bool = False, is_closed: bool = False) -> Report:
+    def _report(
+        self, *, failed: bool, holds: bool = False, is_closed: bool = False
+    ) -> WorkerReport:
         failure = self.reducer.failure
-        return Report(
+        return WorkerReport(
             self.generations.name,
             generation=self.generations.now.number,
             step=self._steps() if self._has_state else -1,
@@ -328,7 +330,7 @@ class StepRecovery:
         return repr(sorted(facts.items(), key=str))
 
     def _break(self) -> None:
-        self.pause.begin()
+        self.outage.begin()
         self.reducer.network.limit.give_up()
 
     def close(self) -> None:
@@ -337,24 +339,24 @@ class StepRecovery:
             self._hook.remove()
 
 
-class RecoverablePlacement(Placement):
+class RecoverableLoop(TrainingLoop):
     """A session whose ranks may be lost: what all ranks do between two steps, until they can."""
 
-    session: Session
+    session: ElasticSession
     recovery: StepRecovery | None = None
     """None where lost ranks mean a restart of all."""
 
     # What a Trainer and a loop of the user's own do differently.
 
-    def handed_over(self) -> Any:
+    def export_state(self) -> Any:
         """All states that a worker needs to be where this one is, beside :meth:`here`."""
         raise NotImplementedError
 
-    def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
-        """Be where the member is whose :meth:`handed_over` and :meth:`here` these are."""
+    def import_state(self, handed: Any, state: ElasticState, members: Membership) -> None:
+        """Be where the member is whose :meth:`export_state` and :meth:`here` these are."""
         raise NotImplementedError
 
-    def go_on(self, state: ElasticState, *, is_new: bool) -> None:
+    def resume(self, state: ElasticState, *, is_new: bool) -> None:
         """Deal what is left, from ``state`` on, to the present members; no collective."""
         raise NotImplementedError
 
@@ -365,17 +367,17 @@ class RecoverablePlacement(Placement):
     # What is the same for both.
 
     def here(self) -> ElasticState:
-        """State of this rank, see :meth:`.Session.here`."""
+        """State of this rank, see :meth:`.ElasticSession.here`."""
         return self.session.here()
 
     def close_step(self) -> None:
-        """:meth:`.Session.close_step` at the position of this rank."""
+        """:meth:`.ElasticSession.close_step` at the position of this rank."""
         position = self.position
         if position.samples or position.epoch:
             self.session.close_step(None if position.samples else position.epoch - 1)
 
     def complete(self) -> None:
-        """:meth:`.Session.complete`, with those who are left where some are lost."""
+        """:meth:`.ElasticSession.complete`, with those who are left where some are lost."""
         while True:
             try:
                 self.session.complete()
@@ -384,7 +386,7 @@ class RecoverablePlacement(Placement):
                 if self.recovery is None:
                     raise
                 self.recovery.generations.lost(error)
-                self.settle()
+                self.sync_point()
 
     def take_again(self, *, has_computed: bool = True) -> None:
         """This step cannot be completed: go on with those who are left, from its begin.
@@ -394,10 +396,10 @@ class RecoverablePlacement(Placement):
         """
         assert self.recovery is not None
         self.recovery.undo()
-        self.recovery.pause.is_redone |= has_computed
-        self.settle()
+        self.recovery.outage.is_redone |= has_computed
+        self.sync_point()
 
-    def settle(self) -> None:
+    def sync_point(self) -> None:
         """Between steps: what all ranks do there, with those who are left where some are lost."""
         recovery = self.recovery
         if recovery is None:
@@ -412,17 +414,17 @@ class RecoverablePlacement(Placement):
                 break
             except RuntimeError as error:
                 recovery.generations.lost(error)
-        self.report_change(recovery)
+        self.report_outage(recovery)
         self.begin_step(recovery)
 
-    def report_change(self, recovery: StepRecovery) -> None:
+    def report_outage(self, recovery: StepRecovery) -> None:
         """Report the generations since the last call, if there were any."""
-        if recovery.pause.reasons:
+        if recovery.outage.reasons:
             generation = recovery.generations.now
-            change = recovery.pause.change(generation, step=self.steps)
-            recovery.pause = Pause(generation.members)
-            recovery.reducer.notify_regrouped(generation.number, reason=change.reason)
-            self.session.change(change)
+            report = recovery.outage.report(generation, step=self.steps)
+            recovery.outage = Outage(generation.members)
+            recovery.reducer.notify_regrouped(generation.number, reason=report.reason)
+            self.session.report_outage(report)
 
     def begin_step(self, recovery: StepRecovery) -> None:
         """Remember what a step changes before it is committed."""
@@ -432,26 +434,26 @@ class RecoverablePlacement(Placement):
         """Go on as a member of ``generation``; collective among them."""
         recovery = self.recovery
         assert recovery is not None
-        handed = recovery.handed_over(generation, self._handover)
+        handed = recovery.transfer_state(generation, self._handover)
         members.ranks.leader = leader_of(generation)
         if handed is not None:
-            self.take_over(handed["states"], handed["here"], members)
+            self.import_state(handed["states"], handed["here"], members)
             recovery.reducer.join(handed["reducer"])
         self.session.move(self, members, facts=None if handed is None else handed["session"])
         state: ElasticState = self.here() if handed is None else handed["here"]
-        self.go_on(state, is_new=handed is not None)
+        self.resume(state, is_new=handed is not None)
         before, (_, now) = state.layout, self.data.layouts
         factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)
         optimizers, schedulers = self.rates()
         scale_learning_rates(optimizers, schedulers, factor=factor)
-        recovery.pause.enter(generation, members.ranks.gather(recovery.facts))
+        recovery.outage.enter(generation, members.ranks.gather(recovery.facts))
         if handed is not None:
             recovery.has_state()
 
     def _handover(self) -> dict[str, Any]:
         assert self.recovery is not None
         return {
-            "states": self.handed_over(),
+            "states": self.export_state(),
             "reducer": self.recovery.reducer.shared_state(),
             "session": self.session.facts(),
             "here": self.here(),

@@ -70,7 +70,7 @@ class RollCall:
         self._store.set(key, str(1 + self._steps()))
         return lambda: self._store.set(key, "0")
 
-    def meet(self, call: str) -> None:
+    def rendezvous(self, call: str) -> None:
         """Wait until all ranks have called it.
 
         Args:
@@ -236,7 +236,7 @@ class Compression:
         """Write the residuals of all ranks beside the other files. Collective, if there are any."""
         together = [each for each in self.reducers if each.gathers_state and not each.recovers]
         if together and self._roll_call is not None:
-            self._roll_call.meet("accelerator.save_state()")
+            self._roll_call.rendezvous("accelerator.save_state()")
         owners = residuals.owners(self._accelerator)
         if owners and self._accelerator.project_configuration.save_on_each_node:
             raise ValueError(

@@ -111,7 +111,7 @@ def _attach(
 
     def save_anchor(models: Any, weights: list[Any], folder: str) -> None:
         if roll_call is not None:
-            roll_call.meet("accelerator.save_state()")
+            roll_call.rendezvous("accelerator.save_state()")
         for index, each in enumerate(prepared_models(accelerator)[: len(weights)]):
             if sync_of(each) is sync:
                 weights[index] = sync.weights_to_save(partial(weights.__getitem__, index))

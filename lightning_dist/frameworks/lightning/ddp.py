@@ -28,9 +28,9 @@ from lightning_dist.sync.rules import Case, check
 _T = TypeVar("_T")
 
 
-def meet(strategy: Any, body: Callable[[], _T]) -> _T:
-    """Result of a collective ``body``; see :meth:`SyncDDPStrategy.meet`."""
-    return strategy.meet(body) if isinstance(strategy, SyncDDPStrategy) else body()
+def run_collective(strategy: Any, body: Callable[[], _T]) -> _T:
+    """Result of a collective ``body``; see :meth:`SyncDDPStrategy.run_collective`."""
+    return strategy.run_collective(body) if isinstance(strategy, SyncDDPStrategy) else body()
 
 
 class SyncDDPStrategy(SyncStrategy, DDPStrategy):
@@ -106,7 +106,9 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
         stock = super().lightning_module_state_dict
         return stock() if self.sync is None else self.sync.weights_to_save(stock)
 
-    def meet(self, body: Callable[[], _T], *, instead: Callable[[], _T] | None = None) -> _T:
+    def run_collective(
+        self, body: Callable[[], _T], *, instead: Callable[[], _T] | None = None
+    ) -> _T:
         """Result of a collective ``body``, among those who are left where a rank is lost.
 
         Args:
@@ -121,7 +123,9 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
         # Called on all ranks. Weights-only checkpoints have no optimizer states.
         sync = self.sync
         if sync is not None and "optimizer_states" in checkpoint:
-            self.meet(lambda: add_state(checkpoint, sync, self.checkpoint_io, to=self._leader))
+            self.run_collective(
+                lambda: add_state(checkpoint, sync, self.checkpoint_io, to=self._leader)
+            )
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override

@@ -155,7 +155,9 @@ class CompressedDDPStrategy(SyncDDPStrategy):
         self._is_apart = False
 
     @override
-    def meet(self, body: Callable[[], _T], *, instead: Callable[[], _T] | None = None) -> _T:
+    def run_collective(
+        self, body: Callable[[], _T], *, instead: Callable[[], _T] | None = None
+    ) -> _T:
         if self.together is None:
             return body()
         found: _T = self.together(body, instead=instead)
@@ -187,7 +189,7 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._is_apart:
             usual = super().barrier
-            self.meet(lambda: usual(*args, **kwargs), instead=lambda: None)
+            self.run_collective(lambda: usual(*args, **kwargs), instead=lambda: None)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
@@ -200,7 +202,7 @@ class CompressedDDPStrategy(SyncDDPStrategy):
                 return usual(obj, src)
             return usual(obj, (src + self._leader) % dist.get_world_size())
 
-        return self.meet(broadcast, instead=lambda: obj)
+        return self.run_collective(broadcast, instead=lambda: obj)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -210,7 +212,9 @@ class CompressedDDPStrategy(SyncDDPStrategy):
         if self.together is None or group is not None or not isinstance(tensor, Tensor):
             return usual(tensor, group, reduce_op)
         # In place: a try that has failed must leave nothing.
-        return self.meet(lambda: usual(tensor.clone(), None, reduce_op), instead=lambda: tensor)
+        return self.run_collective(
+            lambda: usual(tensor.clone(), None, reduce_op), instead=lambda: tensor
+        )
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -219,7 +223,7 @@ class CompressedDDPStrategy(SyncDDPStrategy):
         usual = super().all_gather
         if group is not None:
             return usual(tensor, group, sync_grads)
-        found: Tensor = self.meet(
+        found: Tensor = self.run_collective(
             lambda: usual(tensor, None, sync_grads),
             instead=lambda: torch.stack([tensor] * dist.get_world_size()),
         )

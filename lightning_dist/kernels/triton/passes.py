@@ -69,7 +69,7 @@ class TableKernels:
         payload: Tensor | None,
         finite: Tensor | None = None,
         salts: Tensor | None = None,
-        commit: bool = True,
+        writes_state: bool = True,
     ) -> None:
         """``payload <- C(p)`` and ``residual <- (p - D(payload)) / scale``.
 
@@ -81,7 +81,7 @@ class TableKernels:
                 residual is wanted, which an encoding of the same ``flat``, not yet overwritten by
                 :meth:`decode`, and ``salts`` has left as it was.
             finite: bool, one element; set to False if any block is not finite, never to True.
-            commit: False leaves the residual as it is.
+            writes_state: False leaves the residual as it is.
         """
         assert payload is None or payload.numel() == table.payload_bytes, "another table's payload"
         _check(torch.float32, residual, scale)
@@ -96,7 +96,7 @@ class TableKernels:
             payload,
             None if finite is None else finite.view(torch.uint8),
             self._salts(salts),
-            WRITES_RESIDUAL=commit and residual is not None,
+            WRITES_RESIDUAL=writes_state and residual is not None,
             BF16=flat.dtype == torch.bfloat16,
             **self._constants(table, encodes=True),
         )

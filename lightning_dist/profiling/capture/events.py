@@ -48,7 +48,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
         codec: as the user would write it; ``"ddp"`` where gradients are not ours to compress.
         cores: that the processes of this node may use.
         unseen: why no bucket of this model can be seen; empty: they can.
-        commit: of residuals, ``"immediate"`` or ``"deferred"``.
+        state_update: of residuals, ``"immediate"`` or ``"deferred"``.
         fsdp: of a model that ``fully_shard`` has sharded: ``"replicas"`` exchange gradients, or
             ``"all_ranks"`` hold one, and what FSDP itself sends is quantised. Else empty.
         sync_every: local steps between two outer ones; 0: gradients are exchanged in every step.
@@ -71,7 +71,7 @@ class RankRecord(_Record, frozen=True, tag="rank"):
     schema: int = SCHEMA
     versions: Mapping[str, str] = field(default_factory=dict)
     script: str = ""
-    commit: str = ""
+    state_update: str = field(default="", name="commit")
     worker: str = ""
     fsdp: str = ""
     sync_every: int = 0

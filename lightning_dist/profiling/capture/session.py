@@ -159,7 +159,7 @@ _TIMEOUT = 2.0
 
 
 @dataclass(frozen=True)
-class SessionSettings:
+class ProfileSessionSettings:
     """Settings of a profile.
 
     Args:
@@ -187,7 +187,7 @@ class SessionSettings:
             )
 
 
-class Session:
+class ProfileSession:
     """One rank's profile while it is taken: writes steps down, in the thread of the training.
 
     On an accelerator a step is written down when it is past there, steps later; nothing waits for
@@ -209,7 +209,7 @@ class Session:
         folder: str | Path | None,
         metadata: RankRecord,
         *,
-        settings: SessionSettings,
+        settings: ProfileSessionSettings,
         first: int = 0,
         device_clock: DeviceClock | None = None,
         begin_step: Callable[[int], bool] = lambda step: False,

@@ -44,8 +44,8 @@ from lightning_dist.profiling.capture.files import (
     ranks_apart,
 )
 from lightning_dist.profiling.capture.session import (
-    Session,
-    SessionSettings,
+    ProfileSession,
+    ProfileSessionSettings,
     TorchTracer,
     dump_flight_record,
 )
@@ -113,7 +113,7 @@ def rank_metadata(
         unseen="" if compression is not None else why_not_watched(model),
         versions=versions(),
         script=sys.argv[0],
-        commit="" if reducer is None else reducer.comm_config()["commit"],
+        state_update="" if reducer is None else reducer.comm_config()["state_update"],
         worker="" if worker is None else str(worker),
         fsdp=model.kind if isinstance(model, ShardedModel) else "",
         sync_every=model.updates.settings.sync_every if isinstance(model, LocalModel) else 0,
@@ -135,7 +135,7 @@ def run_metadata(
     of_rank: RankRecord,
     *,
     nodes: Sequence[str],
-    settings: SessionSettings,
+    settings: ProfileSessionSettings,
 ) -> bytes:
     """Content of ``meta.json``, which rank 0 writes when a profile begins."""
     compression = _compression_of(model, reducer)
@@ -200,7 +200,7 @@ class ProfileRun:
         on_problem: called with what goes wrong on this rank, which others may not know of.
         predict: measure what codecs cost when the training is over, on rank 0.
         leads: whether this rank makes the report, where ranks recover within their processes.
-        meet: calls a collective, again where a rank is lost in it.
+        run_collective: calls a collective, again where a rank is lost in it.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class ProfileRun:
         model: DistributedDataParallel,
         *,
         parent: str | Path,
-        settings: SessionSettings,
+        settings: ProfileSessionSettings,
         first: int = 0,
         on_step: Callable[[StepRecord], None] = lambda step: None,
         measure_links: bool = True,
@@ -217,9 +217,9 @@ class ProfileRun:
         on_problem: Callable[[str], None] = lambda problem: None,
         predict: bool = True,
         leads: Callable[[], bool] = lambda: dist.get_rank() == 0,
-        meet: Callable[[Callable[[], None]], None] = lambda body: body(),
+        run_collective: Callable[[Callable[[], None]], None] = lambda body: body(),
     ) -> None:
-        self._leads, self._meet_again = leads, meet
+        self._leads, self._run_collective = leads, run_collective
         self._predicts, self._device = predict, model.device
         self._has_finished = False
         self.reasons: list[str] = []
@@ -269,7 +269,7 @@ class ProfileRun:
             except OSError as error:  # lines and reports tell most of it too
                 on_problem(f"{error.filename}: {error.strerror}; there is no meta.json")
         self._tracer: TorchTracer | None = None
-        self._session = Session(
+        self._session = ProfileSession(
             self.folder,
             self.metadata,
             settings=replace(settings, in_detail=in_detail),
@@ -388,7 +388,7 @@ class ProfileRun:
         if self._reducer is not None:
             self._reducer.detach(self._session.recorder)
         if together and self._group is None:
-            compare = partial(self._meet_again, self._compare_clocks)
+            compare = partial(self._run_collective, self._compare_clocks)
             together = self._meets(compare, "clocks were not compared", problems)
         elif together:
             # Not before: ranks may come to the begin of a profile minutes apart.

@@ -30,9 +30,9 @@ from lightning_dist.profiling.whatif.scenarios import (
     FSDP,
     HIERARCHICAL,
     LEADER,
-    Bucket,
-    Link,
+    LinkSpeed,
     Scenario,
+    ScenarioBucket,
     ShardCollective,
 )
 from lightning_dist.profiling.whatif.simulator import simulate_shards
@@ -169,7 +169,7 @@ class Observed:
     """
 
     scenario: Scenario
-    buckets: Sequence[Bucket]
+    buckets: Sequence[ScenarioBucket]
     tail: float
     step: float
     sent: float
@@ -244,7 +244,7 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
     elif all_ranks:
         form, inside = ALL_RANKS, None
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
-    immediate = all(about.commit == "immediate" for about in abouts) or codec == DDP
+    immediate = all(about.state_update == "immediate" for about in abouts) or codec == DDP
     counts = tuple(nodes.values())
     scenario = Scenario(codec, form, counts, link, inside, at_once=at_once, immediate=immediate)
     unknown = (
@@ -305,7 +305,7 @@ def _reaches_each_node(run: Run, about: RankRecord, nodes: Counter[str]) -> bool
     return found == Counter(list(nodes))
 
 
-def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[Bucket]:
+def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[ScenarioBucket]:
     """Buckets in the order of time; ``ring``: number of ranks that exchange them."""
     ready: dict[int, list[int]] = defaultdict(list)
     raw: dict[int, list[int]] = defaultdict(list)
@@ -317,11 +317,11 @@ def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[Bucket]:
         for index, time in of_step.items():
             ready[index].append(time)
     elements = ring / (2 * (ring - 1) * ELEMENT_BYTES)  # of a byte in a ring
-    found = [Bucket(median(ready[i]) / NS, median(raw[i]) * elements) for i in ready]
+    found = [ScenarioBucket(median(ready[i]) / NS, median(raw[i]) * elements) for i in ready]
     return sorted(found, key=lambda bucket: bucket.ready)
 
 
-def _link(run: Run, rates: Array) -> Link:
+def _link(run: Run, rates: Array) -> LinkSpeed:
     """Link between nodes, of bytes per second on every link and step that sent something."""
     alone, nodes = [0.0], {*run.nodes.values()}
     if len(nodes) in (1, len(run.ranks)):  # else a collective of all says less than their sum
@@ -332,20 +332,20 @@ def _link(run: Run, rates: Array) -> Link:
     bursts = [burst for each in run.ranks.values() for burst in each.bursts]
     single = [burst.seconds for burst in bursts if burst.count == 1]
     if single and (several := [burst for burst in bursts if burst.count > 1]):
-        return Link(
+        return LinkSpeed(
             rate,
             latency=median(single) / (run.world_size - 1),
             overhead=median(burst.seconds / burst.count for burst in several),
             cpu=median(burst.cpu / burst.count for burst in several),
         )
-    return Link(rate)
+    return LinkSpeed(rate)
 
 
-def _inside(every: Sequence[Analysed]) -> Link | None:
+def _inside(every: Sequence[Analysed]) -> LinkSpeed | None:
     rates = []
     for each in every:
         exchanges = [exchange for exchange in each.exchanges if exchange.group == "intra"]
         sent = sum(exchange.sent for exchange in exchanges)
         if sent and (moving := length(union(exchange.transfer for exchange in exchanges))):
             rates.append(sent / moving * NS)
-    return Link(median(rates)) if rates else None
+    return LinkSpeed(median(rates)) if rates else None

@@ -33,7 +33,7 @@ ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """Speed of one level of the network.
 
     Args:
@@ -84,8 +84,8 @@ class Scenario:
     codec: str
     form: str
     counts: tuple[int, ...]
-    link: Link
-    inside: Link | None = None
+    link: LinkSpeed
+    inside: LinkSpeed | None = None
     at_once: int = GLOO_AT_ONCE
     immediate: bool = False
     sync_every: int = 0
@@ -175,7 +175,7 @@ class ShardCollective:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ScenarioBucket:
     """Bucket of gradients: seconds from the begin of the step until it is ready, and elements.
 
     Of a sharded model: a parameter group, and the elements of the shard of a rank.
@@ -224,7 +224,7 @@ def elsewhere(
         link = replace(link, latency=latency_us / 1e6)
     elif run.nodes == 1 and nodes is not None:
         link = replace(link, latency=None)  # inside a node it is another
-    inside = run.inside if inside_gbps is None else Link(rate_of(inside_gbps))
+    inside = run.inside if inside_gbps is None else LinkSpeed(rate_of(inside_gbps))
     counts = run.counts if nodes is None else (max(run.counts),) * nodes
     return replace(run, counts=counts, link=link, inside=inside)
 

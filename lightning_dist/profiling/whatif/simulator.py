@@ -36,9 +36,9 @@ from lightning_dist.profiling.whatif.scenarios import (
     FLAT,
     FSDP,
     LEADER,
-    Bucket,
-    Link,
+    LinkSpeed,
     Scenario,
+    ScenarioBucket,
     ShardCollective,
 )
 from lightning_dist.reducer.units.sizes import unit_elements
@@ -76,7 +76,7 @@ def decoding(cost: CodecCost, world: int) -> tuple[float, float]:
 class _Queue:
     """Collectives of one group on a link: each waits for a thread, and for the link."""
 
-    def __init__(self, link: Link, at_once: int) -> None:
+    def __init__(self, link: LinkSpeed, at_once: int) -> None:
         self.link = link
         self.threads = [0.0] * at_once
         self.link_free = self.issued = self.sent = 0.0
@@ -98,7 +98,7 @@ class _Queue:
 
 
 def simulate_step(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[ScenarioBucket],
     scenario: Scenario,
     *,
     cost: CodecCost | None = None,
@@ -110,7 +110,7 @@ def simulate_step(
     One worker thread does everything in order, as in the reducer: it encodes a bucket chunk by
     chunk and issues the collective of each; where there is a second collective, it waits for the
     first of each chunk, reduces and issues it; when the last bucket is through, it decodes all, or
-    with the immediate commit the last, since it has decoded each while the next one travelled.
+    with the immediate update the last, since it has decoded each while the next one travelled.
     Where gradients are added up inside nodes first, a chunk travels there while the one before it
     is encoded; means come back the same way. What FSDP itself does inside a node is in the times at
     which its buckets are ready. Stock DDP is a codec that takes no time and no vote.
@@ -127,7 +127,7 @@ def simulate_step(
     cost = FREE if is_ddp else cost
     assert cost is not None
     world, local, at_once = sum(scenario.peers), max(scenario.counts), scenario.at_once
-    link, inner = _Queue(scenario.link, at_once), _Queue(Link(inf), at_once)
+    link, inner = _Queue(scenario.link, at_once), _Queue(LinkSpeed(inf), at_once)
     first, *second = collectives(cost.exchange, cost.wire, scenario.peers)
     reduce, decode = decoding(cost, world)
     cpu = scenario.link.cpu if one_core and not is_ddp else 0.0
@@ -219,7 +219,7 @@ def simulate_shards(
 
 
 def simulate_local_step(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[ScenarioBucket],
     scenario: Scenario,
     *,
     tail: float,
@@ -242,11 +242,13 @@ def simulate_local_step(
     last = max(bucket.ready for bucket in buckets)
 
     def exchange(of: Scenario) -> SimulatedStep:
-        return simulate_step([Bucket(0.0, elements)], of, cost=cost, inside_cost=inside_cost)
+        return simulate_step(
+            [ScenarioBucket(0.0, elements)], of, cost=cost, inside_cost=inside_cost
+        )
 
     done, sent = exchange(scenario)
     exposed = max(done - scenario.overlap_steps * (last + tail), 0.0)
     if one_core:
-        inside = None if scenario.inside is None else Link(inf)
-        exposed = max(exposed, exchange(replace(scenario, link=Link(inf), inside=inside)).done)
+        inside = None if scenario.inside is None else LinkSpeed(inf)
+        exposed = max(exposed, exchange(replace(scenario, link=LinkSpeed(inf), inside=inside)).done)
     return SimulatedStep(last + exposed / scenario.interval, sent / scenario.interval)

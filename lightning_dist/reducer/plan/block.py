@@ -22,10 +22,10 @@ from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.exchange.rounds import (
     AllReduce,
     Exchange,
+    ExchangeArguments,
     PayloadMemory,
     RowExchange,
     Section,
-    Where,
     row_bytes,
 )
 from lightning_dist.kernels.passes import Kernels, compute_dtype
@@ -82,7 +82,7 @@ class BlockPlan:
         ]
 
     @property
-    def _where(self) -> Where:
+    def _where(self) -> ExchangeArguments:
         return self.network.where(None if self.payloads is None else self.payloads.take)
 
     def row_exchange(self, size: int) -> RowExchange:

@@ -21,7 +21,7 @@ from lightning_dist.reducer.units.base import CodecGroup, CommUnit
 
 
 @dataclass(frozen=True)
-class Plan:
+class TensorPlan:
     """The groups of a tensor of one ``layout``, with views of ``flat``.
 
     ``moves``: how often the tensor has been in other memory; from the second time on ``flat`` is
@@ -68,7 +68,7 @@ class Handle:
         """All exchanges of the tensor, in their order."""
         return [unit for group in self.groups for unit in group.units]
 
-    def load(self, plan: Plan, *, keeps_state: bool = False) -> None:
+    def load(self, plan: TensorPlan, *, keeps_state: bool = False) -> None:
         """Copy the values in, and keep a copy of absent slices, for :meth:`restore`.
 
         Args:
@@ -126,7 +126,7 @@ class Plans:
     ) -> None:
         self.planner, self._policy, self._shapes = planner, policy, shapes
         self._padded = padded
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, TensorPlan] = {}
         self._staging: dict[int, Tensor] = {}  # uint8 memory by place
 
     def find(
@@ -138,7 +138,7 @@ class Plans:
         step: int,
         turn: int,
         waiting: bool,
-    ) -> Plan:
+    ) -> TensorPlan:
         """The plan of ``flat (N,)`` at ``step``; ``waiting``: nothing is compressed yet."""
         policy = NoCompression() if waiting else self._policy
         layout = (tuple(slices), flat.dtype, waiting, policy.phase(step), turn)
@@ -148,7 +148,7 @@ class Plans:
                 return plan
             moves = plan.moves + 1
             if moves > 1:  # it may well be elsewhere in the next step, too
-                # Under the immediate commit tensors of one turn are never in flight together.
+                # Under the immediate update tensors of one turn are never in flight together.
                 place = turn if self.planner.immediate else key
                 flat = self._staged(place, flat.nbytes).view(flat.dtype)
         elif plan is not None:
@@ -167,7 +167,7 @@ class Plans:
         groups = self.planner.groups(cut, flat, turn=turn, waits=waiting)
         names = list(dict.fromkeys(part.name for part in slices))
         before = StateCopy(self.planner.state, names)
-        self._plans[key] = Plan(layout, flat, groups, moves, before)
+        self._plans[key] = TensorPlan(layout, flat, groups, moves, before)
         return self._plans[key]
 
     def reserve(self, slices: Sequence[ParameterSlice], dtype: torch.dtype, *, step: int) -> None:

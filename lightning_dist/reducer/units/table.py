@@ -110,7 +110,7 @@ class TableUnit(JoinedUnit):
             payload=self.exchange.own_bytes,
             finite=self._finite,
             salts=self._salts[0],
-            commit=self._plan.immediate,
+            writes_state=self._plan.immediate,
         )
 
     @override
@@ -128,18 +128,18 @@ class TableUnit(JoinedUnit):
     def start_second(self) -> None:
         if self._section.mean:
             self.exchange.wait()
-            self._reduce(self.exchange.mean_bytes, commit=self._plan.immediate)
+            self._reduce(self.exchange.mean_bytes, writes_state=self._plan.immediate)
         if self.last:
             self.exchange.start_second()
 
-    def _reduce(self, mean: Tensor | None, *, commit: bool) -> None:
+    def _reduce(self, mean: Tensor | None, *, writes_state: bool) -> None:
         """Received payloads -> the ``mean`` to send, and its error into the residual."""
         self._kernels.reduce(
             self.exchange.received_bytes,
             mean,
             table=self._table,
             row=self._rank,
-            residual=self._first if commit else None,
+            residual=self._first if writes_state else None,
             scale=self._scale,
             salts=self._salts[1],
         )
@@ -155,7 +155,7 @@ class TableUnit(JoinedUnit):
             salts = self._salts[0]
             self._kernels.encode(bucket, self._first, scale, table=table, payload=None, salts=salts)
             if self._section.mean:
-                self._reduce(None, commit=True)
+                self._reduce(None, writes_state=True)
         weight = self._plan.kernels.passes.factors.mean
         self._kernels.decode(self.exchange.payload_bytes, bucket, table=table, weight=weight)
 
@@ -174,7 +174,7 @@ class TableUnit(JoinedUnit):
         kernels, self._kernels = self._kernels, self._kernels.compiling()
         self.encode(self._scale, step=0)
         if self._section.mean:
-            self._reduce(self.exchange.mean_bytes, commit=self._plan.immediate)
+            self._reduce(self.exchange.mean_bytes, writes_state=self._plan.immediate)
         self._decode_and_commit(self._scale)
         self._kernels = kernels
 

@@ -40,18 +40,18 @@ class Grid:
         """Leading block columns in which every row is filled: these need no staging copy."""
         return max(0, self.numel // self.block - (self.rows - 1) * self.blocks_per_row)
 
-    def spans(self, most_blocks: int) -> Iterator[Span]:
+    def spans(self, most_blocks: int) -> Iterator[BlockColumns]:
         """Cut the columns into spans of at most ``most_blocks`` blocks over all rows."""
         columns = max(1, most_blocks // self.rows)
         full = self.full_columns
         for first in range(0, full, columns):
-            yield Span(self, first, min(first + columns, full), direct=True)
+            yield BlockColumns(self, first, min(first + columns, full), direct=True)
         for first in range(full, self.blocks_per_row, columns):
-            yield Span(self, first, min(first + columns, self.blocks_per_row), direct=False)
+            yield BlockColumns(self, first, min(first + columns, self.blocks_per_row), direct=False)
 
 
 @dataclass(frozen=True)
-class Span:
+class BlockColumns:
     """Block columns ``first`` to ``last`` (exclusive) of a grid."""
 
     grid: Grid
@@ -104,7 +104,7 @@ class Tile:
 def tile_of(
     name: str,
     flats: Sequence[Tensor],
-    span: Span,
+    span: BlockColumns,
     *,
     columns: slice,
     numbered: bool = False,

@@ -26,7 +26,7 @@ from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
 from lightning_dist.reducer.plan.plans import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.state import Held, require_mapping
+from lightning_dist.reducer.state import ResidualParts, require_mapping
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.base import Environment, Sync, continued, remember, syncs_of
 from lightning_dist.sync.buckets import flags_of
@@ -199,7 +199,7 @@ class ShardedGradients(Sync):
             if key not in ("errors", "rows")  # of shards over all ranks
         }
 
-    def _held(self, saved: Tensor, name: str, read: Read) -> Held:
+    def _held(self, saved: Tensor, name: str, read: Read) -> ResidualParts:
         (count, whole), rows = saved.shape, self.reducer.network.rows
         part = self.tensor_parts.part(name, numel=whole)
         if part.whole != whole:  # of another model, which the reducer refuses
@@ -212,7 +212,7 @@ class ShardedGradients(Sync):
             for row in taken
         ]
         loaded = sum(found[1:], found[0]) / len(found)
-        return Held(part.numel, saved.dtype, loaded=loaded, start=start)
+        return ResidualParts(part.numel, saved.dtype, loaded=loaded, start=start)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.

@@ -36,8 +36,8 @@ from lightning_dist.ranks.facts import (
 )
 from lightning_dist.reducer.rows import (
     RowGather,
+    RowLayout,
     RowReduceScatter,
-    Rows,
     cut_errors,
     joined_errors,
 )
@@ -398,7 +398,7 @@ def _rows(
     *,
     trained: bool = False,
     memory: RoundedError | None = None,
-) -> Rows:
+) -> RowLayout:
     """Rows of the shards of ``group``, each parameter's in blocks of its codec.
 
     Args:
@@ -417,7 +417,7 @@ def _rows(
         cut.setdefault(chosen, []).append((offset, numel))
         offset += numel
     weight = 1.0 / ranks if trained else 1.0
-    return Rows(cut, numel=offset, dtype=dtype, ranks=ranks, weight=weight, memory=memory)
+    return RowLayout(cut, numel=offset, dtype=dtype, ranks=ranks, weight=weight, memory=memory)
 
 
 class QuantisedCollective:

@@ -32,7 +32,7 @@ from lightning_dist.sync.fsdp.checks import (
 )
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.anchor import Anchor, own_part, require_stepped
-from lightning_dist.sync.local.pseudo_gradients import Exchange, PseudoGradients, average_buffers
+from lightning_dist.sync.local.pseudo_gradients import PendingMean, PseudoGradients, average_buffers
 from lightning_dist.sync.local.shards import (
     OuterState,
     WorkerShards,
@@ -435,7 +435,7 @@ class LocalUpdates:
         return bool(flag)
 
     @torch.no_grad()
-    def _apply(self, exchange: Exchange, *, mean_only: bool = False) -> None:
+    def _apply(self, exchange: PendingMean, *, mean_only: bool = False) -> None:
         """Take an outer step; ``mean_only`` without the outer optimizer and mixing."""
         fragment = exchange.fragment
         if exchange.trained is not None and not mean_only:

@@ -75,7 +75,7 @@ def _average(
 
 
 @dataclass
-class Exchange:
+class PendingMean:
     """A pseudo-gradient that is under way, or has landed and is not used yet."""
 
     number: int  # of the fragment among those that take turns
@@ -134,7 +134,7 @@ class PseudoGradients:
         for each in anchor.fragments:
             reducer.reserve(each.slices, anchor.dtype)
         self.samples = _Samples(len(anchor.fragments))
-        self.under_way: Exchange | None = None
+        self.under_way: PendingMean | None = None
         self.metrics: dict[str, float] = {}
         """Of the last exchange."""
 
@@ -154,7 +154,7 @@ class PseudoGradients:
         self._reducer.finish()
         self.under_way = exchange
 
-    def average(self, number: int, *, attempted: int) -> Exchange:
+    def average(self, number: int, *, attempted: int) -> PendingMean:
         """Average a fragment's now, uncompressed and without residuals."""
         exchange = self._prepare(number, due=0, attempted=attempted)
         flat = exchange.mean
@@ -169,14 +169,14 @@ class PseudoGradients:
         return exchange
 
     @torch.no_grad()
-    def _prepare(self, number: int, *, due: int, attempted: int) -> Exchange:
+    def _prepare(self, number: int, *, due: int, attempted: int) -> PendingMean:
         """This rank's pseudo-gradient of a fragment, times its weight over the usual one."""
         fragment = self._anchor.fragments[number]
         trained = self._anchor.begin_exchange(fragment)
         if fragment.numel > len(self.flat):
             self.flat = self._zeros(fragment.numel)
         flat = self.flat[: fragment.numel]
-        exchange = Exchange(number, fragment, due, flat, trained=trained)
+        exchange = PendingMean(number, fragment, due, flat, trained=trained)
         for parameter, anchor, part in fragment.rows():
             difference = part.shaped(part.of(flat))
             there = anchor.to(difference.device)
@@ -207,7 +207,7 @@ class PseudoGradients:
         exchange.squares = squares * weight**2 / self.share
         return exchange
 
-    def wait(self) -> Exchange:
+    def wait(self) -> PendingMean:
         """Pseudo-gradients sent, with their mean over participating workers once it is there."""
         exchange = self.under_way
         assert exchange is not None
@@ -217,12 +217,12 @@ class PseudoGradients:
             exchange.handle = None  # last: a mean whose weights did not arrive is not used
         return exchange
 
-    def take(self) -> Exchange:
+    def take(self) -> PendingMean:
         """:meth:`wait`, after which nothing is under way."""
         taken, self.under_way = self.wait(), None
         return taken
 
-    def _complete(self, exchange: Exchange) -> None:
+    def _complete(self, exchange: PendingMean) -> None:
         """Divide by the weights of the workers that are finite, and note the metrics."""
         network, mean = self._reducer.network, exchange.mean
         own = [exchange.share, exchange.weight, exchange.squares, *(exchange.trained or ())]
@@ -282,7 +282,7 @@ class PseudoGradients:
         if saved is not None:
             fragment = self._anchor.fragment_of(saved["names"])
             mean = saved["mean"].to(self.flat, copy=True)
-            self.under_way = Exchange(int(saved["fragment"]), fragment, int(saved["due"]), mean)
+            self.under_way = PendingMean(int(saved["fragment"]), fragment, int(saved["due"]), mean)
 
     def _gather_samples(self) -> dict[str, Any]:
         """Counts of all workers, on all ranks. Collective."""

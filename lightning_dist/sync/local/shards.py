@@ -18,9 +18,9 @@ from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.facts import Read, Spread, all_facts
 from lightning_dist.ranks.levels import Nodes
-from lightning_dist.reducer.network import Network, Rows
+from lightning_dist.reducer.network import Network, StateRows
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.state import Held
+from lightning_dist.reducer.state import ResidualParts
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.fsdp.checks import require_all_sharded, sharded_groups
 from lightning_dist.sync.fsdp.tensor_parts import ROWS
@@ -173,7 +173,7 @@ class OuterState:
             spreads.append(Spread(exchange["mean"], tuple(own)))
         return {**state, **changed, "exchange": exchange}, spreads
 
-    def own(self, state: Mapping[str, Any], *, rows: Rows, read: Read) -> dict[str, Any]:
+    def own(self, state: Mapping[str, Any], *, rows: StateRows, read: Read) -> dict[str, Any]:
         """This rank's part of a state with whole parameters.
 
         Args:
@@ -238,7 +238,9 @@ class OuterState:
                     )
 
 
-def _held(saved: Tensor, part: ParameterSlice | None, rows: Rows, read: Read) -> Tensor | Held:
+def _held(
+    saved: Tensor, part: ParameterSlice | None, rows: StateRows, read: Read
+) -> Tensor | ResidualParts:
     """This rank's part of a residual's row that is in a file, or of the mean of all rows."""
     count, whole = saved.shape
     if not saved.is_meta or part is None or part.whole != whole:  # the last is refused later
@@ -246,7 +248,7 @@ def _held(saved: Tensor, part: ParameterSlice | None, rows: Rows, read: Read) ->
     taken = [rows.own] if count == rows.count else range(count)
     found = [read(saved, row * whole + part.start, part.numel) for row in taken]
     loaded = sum(found[1:], found[0]) / len(found)
-    return Held(whole, saved.dtype, loaded=loaded, start=part.start)
+    return ResidualParts(whole, saved.dtype, loaded=loaded, start=part.start)
 
 
 def _part_of(whole: Tensor, part: ParameterSlice, *, read: Read) -> Tensor:

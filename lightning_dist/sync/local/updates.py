@@ -172,7 +172,7 @@ class LocalSync(Sync):
         if network.rank == 0 and network.world_size > 1:
             if settings.outer_optimizer is None:
                 warn_of_bursts(settings)
-            show(lambda: _in_force(updates, ranks_per_worker=inside))
+            show(lambda: _effective_settings(updates, ranks_per_worker=inside))
         return sync
 
     @override
@@ -280,7 +280,7 @@ class LocalSync(Sync):
             self._states.load_own_state(state)
 
 
-def _in_force(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
+def _effective_settings(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
     """``local updates: diloco, an outer step every 16 steps, codec int8, ...``"""
     settings, config = updates.settings, updates.reducer.comm_config()
     every = f"every {settings.sync_every} steps"

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dist import ElasticLoop, compress_ddp, init_process_group
-from lightning_dist.elastic.loop.placement import LoopPlacement
+from lightning_dist.elastic.loop.user_loop import UserLoop
 from tests.campaigns.in_process.drawing import RANKS, SAVES
 from tests.campaigns.in_process.worker import (
     BUCKET_CAP_MB,
@@ -28,7 +28,7 @@ from tests.campaigns.in_process.worker import (
 
 
 def train(folder: Path) -> None:
-    worker = Worker(folder, LoopPlacement)
+    worker = Worker(folder, UserLoop)
     plan, met, recovers = worker.plan, worker.strikes.met, bool(worker.name)
     net = Net()
     model: nn.Module = net

@@ -16,7 +16,7 @@ from recovering_loops import Net, Samples
 from torch import Tensor
 
 from lightning_dist import CompressedDDPStrategy, ElasticRestart
-from lightning_dist.frameworks.lightning.elastic.recovery import RecoveringPlacement
+from lightning_dist.frameworks.lightning.elastic.recovery import RecoverableTrainerLoop
 from tests.campaigns.in_process.drawing import SAVES, SIZE, VALIDATIONS
 from tests.campaigns.in_process.worker import (
     BUCKET_CAP_MB,
@@ -101,7 +101,7 @@ class Meeting(pl.Callback):
 
 
 def train(folder: Path) -> None:
-    worker = Worker(folder, RecoveringPlacement)
+    worker = Worker(folder, RecoverableTrainerLoop)
     module = Module(worker)
     trainer = pl.Trainer(
         accelerator="cpu",

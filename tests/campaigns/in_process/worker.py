@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dist.elastic.recovery import step as recovery
 from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations
-from lightning_dist.elastic.recovery.step import RecoverablePlacement
+from lightning_dist.elastic.recovery.step import RecoverableLoop
 from lightning_dist.ranks.channel import Channel, PendingWork
 from tests.campaigns.in_process.drawing import BATCH, RANKS, SIZE, Strike
 
@@ -94,10 +94,10 @@ class Strikes:
             subprocess.Popen(wakes, start_new_session=True)
         os.kill(own, signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
-    def watch(self, placement: type[RecoverablePlacement]) -> None:
-        """Meet those in places that are not the user's; ``placement`` is the adapter's."""
+    def watch(self, loop: type[RecoverableLoop]) -> None:
+        """Meet those in places that are not the user's; ``loop`` is the adapter's."""
         launch, made = Channel.all_reduce, GenerationGroups.made
-        write, handover = placement.write, placement._handover
+        write, handover = loop.write, loop._handover
         strikes = self
 
         def all_reduce(channel: Channel, *arguments: Any, **named: Any) -> Any:
@@ -110,18 +110,18 @@ class Strikes:
             strikes.met("groups")
             return made(groups, *arguments, **named)
 
-        def writing(placement: RecoverablePlacement, *arguments: Any) -> None:
+        def writing(loop: RecoverableLoop, *arguments: Any) -> None:
             strikes.met("saving")
-            write(placement, *arguments)
+            write(loop, *arguments)
 
-        def handing(placement: RecoverablePlacement) -> Any:
+        def handing(loop: RecoverableLoop) -> Any:
             strikes.met("source")
-            return handover(placement)
+            return handover(loop)
 
         Channel.all_reduce = all_reduce  # type: ignore[method-assign]
         GenerationGroups.made = making  # type: ignore[method-assign]
-        placement.write = writing  # type: ignore[method-assign]
-        placement._handover = handing  # type: ignore[method-assign]
+        loop.write = writing  # type: ignore[method-assign]
+        loop._handover = handing  # type: ignore[method-assign]
         self._watch_healing()
 
     def _watch_healing(self) -> None:
@@ -141,10 +141,10 @@ class Worker:
     Args:
         folder: with ``plan.json``: ``codec``, ``epochs``, ``strikes``, ``spared`` and ``limit``.
             Notes are written to ``<worker>.jsonl``, the weights at the end beside it.
-        placement: of the adapter.
+        loop: of the adapter.
     """
 
-    def __init__(self, folder: Path, placement: type[RecoverablePlacement]) -> None:
+    def __init__(self, folder: Path, loop: type[RecoverableLoop]) -> None:
         self.folder, self.plan = folder, json.loads((folder / "plan.json").read_text())
         self.name = os.environ.get("LIGHTNING_DIST_WORKER", "")
         """Empty in the process without a fault."""
@@ -153,7 +153,7 @@ class Worker:
             faulthandler.dump_traceback_later(self.plan["limit"], exit=True, file=trace)
         strikes = [Strike(**each) for each in self.plan["strikes"]]
         self.strikes = Strikes(folder, strikes, worker=self.name, spared=self.plan["spared"])
-        self.strikes.watch(placement)
+        self.strikes.watch(loop)
         self._log = (folder / f"{self.name or 'alone'}.jsonl").open("a", buffering=1)
         self._noted = -2
         self.note(process=os.getpid())

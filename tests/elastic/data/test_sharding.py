@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_dist.elastic.data.plan import BatchPolicy, EpochPlan, Layout, Position
-from lightning_dist.elastic.data.sharding import Deal, LoaderFacts, NotExactError, facts_of
+from lightning_dist.elastic.data.sharding import DataShards, LoaderFacts, NotExactError, facts_of
 from lightning_dist.elastic.progress import ElasticState
 
 LAYOUT = Layout(world_size=2, micro_batch=3, accumulate=2, global_batch=10)
@@ -223,8 +223,8 @@ def deal_of(
     begun: Layout | None = None,
     resumed: ElasticState | None = None,
     policy: BatchPolicy = "fixed_global_batch",
-) -> Deal:
-    return Deal(
+) -> DataShards:
+    return DataShards(
         policy=policy,
         accumulate=2,
         rank=rank,
@@ -295,7 +295,7 @@ def test_the_rest_of_an_epoch_is_dealt_to_other_ranks(
     size, batch = 200, before * 2 * 3
     is_map = make is squares
 
-    def dealt(rank: int, **of: Any) -> tuple[Deal, DataLoader[Any]]:
+    def dealt(rank: int, **of: Any) -> tuple[DataShards, DataLoader[Any]]:
         deal = deal_of(rank, **of)
         deal.cursor.set_epoch(1)
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}

@@ -178,8 +178,8 @@ def test_a_rank_zero_that_died_while_it_gathered(
 
 
 def test_a_confirmation_of_an_earlier_attempt_counts_for_nothing(agent: dist.TCPStore) -> None:
-    lobby = dist.PrefixStore("lightning_dist/attempts", client(agent))
-    StoreQueue(lobby).push("1 0123456789abcdef fedcba9876543210")
+    rendezvous_store = dist.PrefixStore("lightning_dist/attempts", client(agent))
+    StoreQueue(rendezvous_store).push("1 0123456789abcdef fedcba9876543210")
     with pytest.raises(TimeoutError, match="reach rank 0 in time: 1;"):
         meet(client(agent), rank=0, world_size=2, deadline=time.monotonic() + 0.3)
 

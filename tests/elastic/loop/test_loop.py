@@ -29,7 +29,7 @@ from torch import nn
 
 from lightning_dist import ElasticLoop
 from lightning_dist.accelerate import AsyncStateCheckpointer
-from lightning_dist.elastic.loop.placement import Stopped
+from lightning_dist.elastic.loop.user_loop import Stopped
 from lightning_dist.frameworks.accelerate.async_state import folders
 
 

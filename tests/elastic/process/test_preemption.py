@@ -190,18 +190,18 @@ def test_a_question_that_fails_is_not_asked_again(listen: Listen) -> None:
 
 def test_nobody_asks_after_the_end(listen: Listen) -> None:
     asked: list[threading.Thread] = []
-    called, go_on = threading.Event(), threading.Event()
+    called, resume = threading.Event(), threading.Event()
 
     def preempted() -> bool:
         asked.append(threading.current_thread())
         called.set()
-        go_on.wait(LIMIT)
+        resume.wait(LIMIT)
         return False
 
     notices = listen(check=preempted, poll_interval=0.001)
     assert called.wait(LIMIT)
     notices.stop()
-    go_on.set()
+    resume.set()
     asked[0].join(LIMIT)
     assert not asked[0].is_alive()
     assert len(asked) == 1

@@ -28,7 +28,7 @@ from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,
     Keys,
-    Report,
+    WorkerReport,
     decode_generation,
     encode,
 )
@@ -84,7 +84,7 @@ def main(folder: Path) -> None:
     while (folder / f"late-{name}").exists():
         time.sleep(LOOK)
     fingerprint = name if (folder / f"other-{name}").exists() else ""
-    store.set(Keys.report(-1, name), encode(Report(name, fingerprint=fingerprint)))
+    store.set(Keys.report(-1, name), encode(WorkerReport(name, fingerprint=fingerprint)))
     made, step = Generation(-1), 0
     while True:
         made = next_generation(store, name, made.number)
@@ -105,7 +105,7 @@ def main(folder: Path) -> None:
             if store.add(Keys.waiting, 0) > made.waiting:
                 store.set(pause, "1")  # in place of the vote: all pause, or nobody
             time.sleep(LOOK)
-        report = Report(name, made.number, step, failed=failed)
+        report = WorkerReport(name, made.number, step, failed=failed)
         store.set(Keys.report(made.number, name), encode(report))
 
 

@@ -22,7 +22,7 @@ from lightning_dist.base.features import RECOVERY
 from lightning_dist.elastic.recovery import member as member_module
 from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations, init_alone
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
-from lightning_dist.elastic.recovery.protocol import Generation, Report, Worker
+from lightning_dist.elastic.recovery.protocol import Generation, Worker, WorkerReport
 from lightning_dist.ranks.agreement import Ranks, StopConsensus
 
 LIMIT = timedelta(seconds=30)
@@ -91,7 +91,7 @@ def test_a_stopped_store_is_lost_within_the_report_timeout(asks: str) -> None:
     """torch waits for it without a bound, whatever the timeout of the client."""
     with member_of_another_process(0.3) as (member, host):
         host.stop()
-        arguments = {"announce": [""], "report": [Report(member.name)]}.get(asks, [])
+        arguments = {"announce": [""], "report": [WorkerReport(member.name)]}.get(asks, [])
         with pytest.raises(StoreLostError, match=r"within 0\.3 s.*LIGHTNING_DIST_REPORT_TIMEOUT"):
             getattr(member, asks)(*arguments)
 
@@ -121,7 +121,7 @@ def test_a_report_that_no_generation_follows_is_an_error(monkeypatch: pytest.Mon
         member_of_another_process(0.2) as (member, _),
         pytest.raises(StoreLostError, match=r"next generation within 0\.3 s.*got none"),
     ):
-        member.report(Report(member.name))
+        member.report(WorkerReport(member.name))
 
 
 def test_timeouts_are_those_of_the_launcher() -> None:

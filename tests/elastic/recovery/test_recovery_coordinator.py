@@ -8,26 +8,26 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 
 from lightning_dist.elastic.recovery.coordinator import (
     Coordinator,
+    CoordinatorSettings,
     CoordinatorThread,
-    RecoverySettings,
     describe,
 )
 from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,
     Keys,
-    Report,
+    WorkerReport,
     decode_generation,
     encode,
 )
 
-SETTINGS = RecoverySettings(min_workers=1, max_workers=8, beat_timeout=5, report_timeout=20)
+SETTINGS = CoordinatorSettings(min_workers=1, max_workers=8, beat_timeout=5, report_timeout=20)
 
 
 class Job:
     """A coordinator, its clock, and what agents and workers write."""
 
-    def __init__(self, places: int, settings: RecoverySettings = SETTINGS) -> None:
+    def __init__(self, places: int, settings: CoordinatorSettings = SETTINGS) -> None:
         self.store = PrefixStore(ROOT, HashStore())
         self.coordinator = Coordinator(self.store, settings, places=places)
         self.now, self.beats = 100.0, 0
@@ -42,13 +42,13 @@ class Job:
 
     def be_ready(self, *names: str, fingerprint: str = "") -> None:
         for name in names:
-            report = Report(name, fingerprint=fingerprint)
+            report = WorkerReport(name, fingerprint=fingerprint)
             self.store.set(Keys.report(-1, name), encode(report))
 
     def report(self, *names: str, step: int = 0, failed: bool = True) -> None:
         number = self.newest.number
         for name in names:
-            report = Report(name, number, step, failed=failed)
+            report = WorkerReport(name, number, step, failed=failed)
             self.store.set(Keys.report(number, name), encode(report))
 
     def pass_time(self, seconds: float, *, silent: tuple[str, ...] = ()) -> Generation:
@@ -90,7 +90,7 @@ def three() -> Job:
 
 def test_the_first_generation_waits_for_all_places_and_the_fewest_workers() -> None:
     """Until another node comes, at which the launchers start all again."""
-    job = Job(2, RecoverySettings(min_workers=3, max_workers=4))
+    job = Job(2, CoordinatorSettings(min_workers=3, max_workers=4))
     job.be_ready(*job.names)
     assert job.pass_time(60).number == -1
     job = Job(2)
@@ -159,8 +159,8 @@ def test_a_zombie_cannot_come_back(three: Job) -> None:
     three.store.set(Keys.dead("0.1.0"), "no sign of life")
     three.report("0.0.0", "0.2.0")
     assert three.look().number == 1
-    three.store.set(Keys.report(0, "0.1.0"), encode(Report("0.1.0", 0, 5)))
-    three.store.set(Keys.report(1, "0.1.0"), encode(Report("0.1.0", 1, 5)))
+    three.store.set(Keys.report(0, "0.1.0"), encode(WorkerReport("0.1.0", 0, 5)))
+    three.store.set(Keys.report(1, "0.1.0"), encode(WorkerReport("0.1.0", 1, 5)))
     three.be_ready("0.1.0")
     assert three.pass_time(30).number == 1
     three.report("0.0.0", "0.2.0", step=1)
@@ -222,7 +222,7 @@ def test_a_newcomer_that_is_admitted_is_counted_in_the_same_generation(three: Jo
 
 def test_nobody_pauses_for_a_newcomer_without_a_place() -> None:
     """It waits until somebody is lost."""
-    job = Job(2, RecoverySettings(max_workers=2))
+    job = Job(2, CoordinatorSettings(max_workers=2))
     job.be_ready("0.0.0", "0.1.0")
     now = job.look()
     job.start("0.2.0")
@@ -244,7 +244,7 @@ def test_a_second_fault_while_the_first_is_recovered(three: Job) -> None:
 
 
 def test_below_the_minimum_all_end() -> None:
-    job = Job(2, RecoverySettings(min_workers=2, max_workers=2))
+    job = Job(2, CoordinatorSettings(min_workers=2, max_workers=2))
     job.be_ready(*job.names)
     job.look()
     job.store.set(Keys.dead("0.0.0"), "SIGKILL")
@@ -285,10 +285,10 @@ def test_a_refused_newcomer_is_refused_once(three: Job) -> None:
 def test_settings_of_the_environment() -> None:
     values = {"MIN_WORKERS": "3", "BEAT_TIMEOUT": "0.5", "REPORT_TIMEOUT": "7"}
     environ = {f"LIGHTNING_DIST_{name}": value for name, value in values.items()}
-    settings = RecoverySettings.from_env(nodes=(1, 4), ranks=2, environ=environ)
-    assert settings == RecoverySettings(3, 8, 0.5, 7.0)
-    usual = RecoverySettings.from_env(nodes=(2, 4), ranks=2, environ={})
-    assert usual == RecoverySettings(2, 8, 5.0, 600.0)
+    settings = CoordinatorSettings.from_env(nodes=(1, 4), ranks=2, environ=environ)
+    assert settings == CoordinatorSettings(3, 8, 0.5, 7.0)
+    usual = CoordinatorSettings.from_env(nodes=(2, 4), ranks=2, environ={})
+    assert usual == CoordinatorSettings(2, 8, 5.0, 600.0)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_settings_of_the_environment() -> None:
 def test_settings_that_cannot_be(name: str, value: str, told: str) -> None:
     environ = {f"LIGHTNING_DIST_{name}": value}
     with pytest.raises(ValueError, match=told):
-        RecoverySettings.from_env(nodes=(1, 1), ranks=2, environ=environ)
+        CoordinatorSettings.from_env(nodes=(1, 1), ranks=2, environ=environ)
 
 
 def test_an_error_of_the_store_ends_it_with_a_reason() -> None:

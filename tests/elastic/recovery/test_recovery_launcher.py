@@ -340,18 +340,22 @@ def test_the_launcher_grows_by_nothing(start: Callable[..., Job]) -> None:
 
 
 @pytest.fixture
-def lobby() -> TCPStore:
+def rendezvous_store() -> TCPStore:
     """Where launchers meet, so that none is needed by the others for that."""
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture
 def start_node(
-    jobs: list[Job], lobby: TCPStore, tmp_path: Path, quick_python: list[str]
+    jobs: list[Job], rendezvous_store: TCPStore, tmp_path: Path, quick_python: list[str]
 ) -> Callable[..., Job]:
     """Start the launcher of another node with two workers."""
     options = (
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{lobby.port}", "--rdzv-id=job"),
+        *(
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=localhost:{rendezvous_store.port}",
+            "--rdzv-id=job",
+        ),
         "--rdzv-conf=is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=9",
         *("--local-addr=localhost", "--nproc-per-node=2", "--max-restarts=3"),
     )

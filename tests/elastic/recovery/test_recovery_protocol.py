@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_dist.elastic.recovery.protocol import (
     Generation,
-    Report,
     Worker,
+    WorkerReport,
     decode_generation,
     decode_report,
     encode,
@@ -25,8 +25,8 @@ class Facts:
     """What the coordinator knows when it asks."""
 
     now: Generation
-    reports: Mapping[str, Report] = field(default_factory=dict)
-    ready: Mapping[str, Report] = field(default_factory=dict)
+    reports: Mapping[str, WorkerReport] = field(default_factory=dict)
+    ready: Mapping[str, WorkerReport] = field(default_factory=dict)
     dead: Mapping[str, str] = field(default_factory=dict)
     late: tuple[str, ...] = ()
     min_workers: int = 1
@@ -65,18 +65,18 @@ def generation(members: int, number: int = 3) -> Generation:
 
 
 # What a member may be when it is asked for: training, or stopped, with what it has.
-STATES: dict[str, Report | None] = {
+STATES: dict[str, WorkerReport | None] = {
     "trains": None,
-    "failed": Report("", 3, STEP, failed=True),
-    "holds": Report("", 3, STEP, holds=True, failed=True),
-    "applied": Report("", 3, STEP + 1, finite=False),
-    "paused": Report("", 3, STEP),
-    "not healed": Report("", 3, -1, failed=True),
+    "failed": WorkerReport("", 3, STEP, failed=True),
+    "holds": WorkerReport("", 3, STEP, holds=True, failed=True),
+    "applied": WorkerReport("", 3, STEP + 1, finite=False),
+    "paused": WorkerReport("", 3, STEP),
+    "not healed": WorkerReport("", 3, -1, failed=True),
 }
 ENDS = ("lives", "dead", "late")
 
 
-def stop(now: Generation, *states: str) -> dict[str, Report]:
+def stop(now: Generation, *states: str) -> dict[str, WorkerReport]:
     """Reports of the members of ``now``, which are in these states."""
     return {
         who: replace(report, worker=who)
@@ -99,7 +99,7 @@ def scripts() -> Iterator[Facts]:
                 late = tuple(who for who in of["late"] if who not in reports)
                 dead = dict.fromkeys(of["dead"], "was killed")
                 for newcomers in ((), (name(0, 1),), (name(0, 1), name(5))):
-                    ready = {who: Report(who) for who in newcomers}
+                    ready = {who: WorkerReport(who) for who in newcomers}
                     for fewest in (1, 2):
                         yield Facts(now, reports, ready, dead, late, fewest)
 
@@ -149,7 +149,7 @@ def test_every_script_of_three_members() -> None:
 
 names = st.builds(name, st.integers(0, 7), st.integers(0, 2))
 reports = st.builds(
-    Report,
+    WorkerReport,
     worker=st.just(""),
     step=st.integers(-1, 2),
     holds=st.booleans(),
@@ -175,8 +175,8 @@ def any_facts(draw: st.DrawFn) -> Facts:
 
 
 @given(any_facts())
-@example(Facts(generation(2), {name(1): Report("", 3, -1)}, dead={name(0): ""}))
-@example(Facts(generation(1), {name(0): Report("", 3, 1)}, {name(0): Report("")}))
+@example(Facts(generation(2), {name(1): WorkerReport("", 3, -1)}, dead={name(0): ""}))
+@example(Facts(generation(1), {name(0): WorkerReport("", 3, 1)}, {name(0): WorkerReport("")}))
 def test_the_rules_hold(facts: Facts) -> None:
     verify(facts)
 
@@ -189,7 +189,7 @@ def test_more_dead_are_never_members(facts: Facts, victim: str) -> None:
 
 
 def start(*prints: str, **limits: int) -> Facts:
-    ready = {name(k): Report(name(k), fingerprint=each) for k, each in enumerate(prints)}
+    ready = {name(k): WorkerReport(name(k), fingerprint=each) for k, each in enumerate(prints)}
     return Facts(Generation(-1), ready=ready, **limits)  # type: ignore[arg-type]
 
 
@@ -249,7 +249,7 @@ def test_all_hold_and_nobody_has_the_answer() -> None:
 
 def test_newcomers_beyond_the_most_wait() -> None:
     now = generation(2)
-    ready = {each: Report(each) for each in (name(3), name(2))}
+    ready = {each: WorkerReport(each) for each in (name(3), name(2))}
     after = Facts(now, stop(now, "paused", "paused"), ready, max_workers=3).made
     assert after.newcomers == ("1.0.0",)
 
@@ -265,14 +265,14 @@ def test_a_source_that_dies_while_it_heals_the_only_other_ends_it() -> None:
 def test_records_are_the_same_after_a_way_through_the_store() -> None:
     now = generation(2)
     assert decode_generation(encode(now)) == now
-    report = Report("0.0.0", 3, 5, holds=True, reason="Verbindung getrennt …")
+    report = WorkerReport("0.0.0", 3, 5, holds=True, reason="Verbindung getrennt …")
     assert decode_report(encode(report)) == report
     assert Worker.parse("1.10.2") > Worker.parse("1.9.3")
 
 
 def test_newcomers_wait_where_a_member_is_between_steps_and_cannot_be_joined() -> None:
-    closed = Report(name(0), 3, STEP, failed=True, is_closed=True)
-    newcomers = {name(2): Report(name(2))}
+    closed = WorkerReport(name(0), 3, STEP, failed=True, is_closed=True)
+    newcomers = {name(2): WorkerReport(name(2))}
     facts = Facts(generation(2), {name(0): closed}, newcomers, dead={name(1): "SIGKILL"})
     assert list(facts.made.members) == [name(0)]
     assert facts.made.waiting == -1  # so that it pauses for the newcomer between two steps

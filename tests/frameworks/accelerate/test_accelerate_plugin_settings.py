@@ -71,7 +71,7 @@ def test_the_code_takes_every_option() -> None:
         "min_compress_numel": 0,
         "start_step": 5,
         "compile_kernels": False,
-        "commit": "immediate",
+        "state_update": "immediate",
         "delay": 1,
         "exchange_timeout": 30.0,
     }

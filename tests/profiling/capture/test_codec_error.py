@@ -15,7 +15,7 @@ from lightning_dist.profiling.analysis.imbalance import ResidualAlarm, growth_of
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.codec_error import MOST, CompressionErrorSampler
 from lightning_dist.profiling.capture.events import ErrorRecord, RankRecord
-from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.capture.session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.session.live import of_errors
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 
@@ -173,10 +173,10 @@ class Steps:
         self.errors: list[ErrorRecord] = []
         self.overheads: list[int] = []
         about = RankRecord(0, 2, "a", {"flat": [0, 1]}, clock=0, unix=0.0)
-        self.session = Session(
+        self.session = ProfileSession(
             None,
             about,
-            settings=SessionSettings(**settings),
+            settings=ProfileSessionSettings(**settings),
             on_step=lambda step: self.overheads.append(step.overhead),
             on_error=self.errors.append,
             clock=lambda: self.now,
@@ -224,7 +224,7 @@ def test_what_it_costs_is_counted_and_bounded() -> None:
 
 def test_settings_out_of_range() -> None:
     with pytest.raises(ValueError, match="0 for never; got -1"):
-        SessionSettings(error_every_n_steps=-1)
+        ProfileSessionSettings(error_every_n_steps=-1)
 
 
 def errors(ratio: Callable[[int], float | None], count: int, bucket: int = 0) -> list[ErrorRecord]:

@@ -16,7 +16,7 @@ from worlds import Rank, run_threads
 from lightning_dist.profiling.capture.ddp_hook import Promises, Watching, watch_allreduce
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.capture.session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.capture.steps import PendingStep
 
 
@@ -281,10 +281,10 @@ class Loop:
         self.model = rank.ddp(Model(self.clock))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         about = Planted(steps=0).run().ranks[rank.rank].metadata
-        self.session = Session(
+        self.session = ProfileSession(
             None,
             about,
-            settings=SessionSettings(error_every_n_steps=0),
+            settings=ProfileSessionSettings(error_every_n_steps=0),
             on_step=self.steps.append,
             clock=self.clock,
         )

@@ -18,7 +18,7 @@ from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.parts import length
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.capture.recorder import ThreadCompletionWatcher
-from lightning_dist.profiling.capture.session import Session, SessionSettings
+from lightning_dist.profiling.capture.session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.run import read_run
 
 PATIENCE = 10
@@ -107,10 +107,10 @@ class Training:
     def __post_init__(self) -> None:
         self.gpu.install(self.patch)
         self.patch.setattr(time, "sleep", lambda seconds: self.gpu.sleep(1e3 * seconds))
-        self.session = Session(
+        self.session = ProfileSession(
             self.folder,
             Planted(steps=0).run().ranks[0].metadata,
-            settings=SessionSettings(max_overhead=1.0),
+            settings=ProfileSessionSettings(max_overhead=1.0),
             device_clock=StreamClock(torch.device("cuda", 0), self.gpu.clock),
             begin_step=lambda step: bool(self.begun.append(step)),
             on_step=self.told.append,

@@ -26,7 +26,11 @@ from lightning_dist.profiling.analysis.tables import BUCKET_COLUMNS, step_table
 from lightning_dist.profiling.capture import session
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span, StepRecord
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.session import Governor, SessionSettings, cost_of_an_event
+from lightning_dist.profiling.capture.session import (
+    Governor,
+    ProfileSessionSettings,
+    cost_of_an_event,
+)
 from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
@@ -309,7 +313,7 @@ def test_what_happens_every_so_many_steps_is_seen_as_often(period: int, every: i
 @pytest.mark.parametrize("budget", [0, -0.1, 1.5])
 def test_a_budget_out_of_range(budget: float) -> None:
     with pytest.raises(ValueError, match=f"above 0 and at most 1; got {budget}"):
-        SessionSettings(max_overhead=budget)
+        ProfileSessionSettings(max_overhead=budget)
 
 
 ONCE = Planted(steps=6).run()

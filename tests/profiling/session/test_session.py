@@ -30,7 +30,11 @@ from lightning_dist.profiling.capture.events import (
 )
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.session import Session, SessionSettings, TorchTracer
+from lightning_dist.profiling.capture.session import (
+    ProfileSession,
+    ProfileSessionSettings,
+    TorchTracer,
+)
 from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.session.live import LiveProfile, of_one_rank
@@ -95,7 +99,7 @@ class Clock:
         return self.now
 
 
-def step(session: Session, clock: Clock, seconds: float) -> None:
+def step(session: ProfileSession, clock: Clock, seconds: float) -> None:
     """Forward, backward, optimizer, a third each."""
     timer = session.timer
     timer.forward()
@@ -106,9 +110,9 @@ def step(session: Session, clock: Clock, seconds: float) -> None:
     timer.stepped()
 
 
-def profile(folder: Path | None = None, *, rank: int = 0, **arguments: Any) -> Session:
+def profile(folder: Path | None = None, *, rank: int = 0, **arguments: Any) -> ProfileSession:
     about = Planted(steps=0).run().ranks[rank].metadata
-    return Session(folder, about, settings=SessionSettings(), **arguments)
+    return ProfileSession(folder, about, settings=ProfileSessionSettings(), **arguments)
 
 
 def test_lines_are_in_the_file_after_a_second(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lightning_dist.profiling.whatif.predict import LEAST_TOLERANCE, local_scena
 from lightning_dist.profiling.whatif.scenarios import (
     FORMS,
     LABEL,
-    Link,
+    LinkSpeed,
     Prediction,
     Scenario,
     elsewhere,
@@ -303,7 +303,7 @@ def test_the_least_number_of_local_steps_of_fragments() -> None:
     assert counts(fragments=4, overlap_steps=1) == 8  # all hidden; more than the overlap
 
 
-PLACE = Scenario("ddp", "flat", (1, 1), Link(1e6))
+PLACE = Scenario("ddp", "flat", (1, 1), LinkSpeed(1e6))
 LOCAL_STEPS = about(bare(DDP.run(), buckets=(), detailed=False), sync_every=16)
 
 
@@ -342,7 +342,7 @@ def test_what_cannot_be_is_refused(call: Callable[[], object], rule: str) -> Non
 
 def test_local_steps_cross_hosts_by_levels_where_those_have_several_ranks() -> None:
     observed = observe(DDP.run())
-    nodes = replace(observed.scenario, counts=(2, 2), inside=Link(1e9))
+    nodes = replace(observed.scenario, counts=(2, 2), inside=LinkSpeed(1e9))
     found = local_scenarios(observed, nodes, costs=COSTS, sync_every=[8])
     assert {each.form for each in found} == {"hierarchical"}
     assert {each.codec for each in found} == {"none", "fp16", "int8"}

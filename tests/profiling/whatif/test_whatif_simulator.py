@@ -35,10 +35,10 @@ from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
 from lightning_dist.profiling.whatif.scenarios import (
-    Bucket,
-    Link,
+    LinkSpeed,
     Predictions,
     Scenario,
+    ScenarioBucket,
     elsewhere,
     name_of,
     scenarios_of,
@@ -47,7 +47,7 @@ from lightning_dist.profiling.whatif.simulator import SimulatedStep, collectives
 from lightning_dist.ranks import Topology, traffic
 from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
-SLOW = Link(rate=1e6)
+SLOW = LinkSpeed(rate=1e6)
 PAIR = Scenario("ddp", "flat", (1, 1), SLOW)
 PLAIN = CodecCost("none", "allreduce", 4.0, encode=0.0, decode=0.0, store=0.0)
 FP16 = CodecCost("fp16", "allreduce", 2.0, encode=1e-6, decode=0.0, store=2e-6)
@@ -63,7 +63,7 @@ def simulated(
     cost: CodecCost | None = None,
     one_core: bool = False,
 ) -> SimulatedStep:
-    made = [Bucket(*each) for each in buckets]
+    made = [ScenarioBucket(*each) for each in buckets]
     return simulate_step(made, of, cost=cost, inside_cost=PLAIN, one_core=one_core)
 
 
@@ -77,7 +77,9 @@ def test_a_bucket_of_ddp_travels_when_it_is_ready_and_the_link_is_free() -> None
 
 
 def test_rounds_hold_up_one_of_two_threads_and_not_the_link() -> None:
-    late, later = (replace(PAIR, link=Link(1e6, latency)) for latency in (0.1, 1.0))  # two rounds
+    late, later = (
+        replace(PAIR, link=LinkSpeed(1e6, latency)) for latency in (0.1, 1.0)
+    )  # two rounds
     assert done(late, (1, ONE_MB)) == 2.2
     assert done(late, *3 * [(1, ONE_MB)]) == 4.2
     # 1..2 (4), 2..3 (5), and the third waits for a thread until 4
@@ -86,10 +88,10 @@ def test_rounds_hold_up_one_of_two_threads_and_not_the_link() -> None:
 
 
 def test_small_collectives_follow_one_another_by_the_overhead_of_each() -> None:
-    busy = replace(PAIR, link=Link(1e6, overhead=0.5))
+    busy = replace(PAIR, link=LinkSpeed(1e6, overhead=0.5))
     assert done(busy, *3 * [(1, 250)]) == 2.5  # a millisecond each
     assert done(busy, *3 * [(1, ONE_MB)]) == 4.0  # lost in their bytes
-    assert done(replace(PAIR, link=Link(1e6, 0.1, 0.5)), (1, 250)) == 1.7
+    assert done(replace(PAIR, link=LinkSpeed(1e6, 0.1, 0.5)), (1, 250)) == 1.7
 
 
 def test_a_codec_encodes_in_order_and_decodes_when_the_last_bucket_is_encoded() -> None:
@@ -112,7 +114,7 @@ def test_with_the_immediate_commit_a_bucket_is_decoded_while_the_next_one_travel
     assert done(half, *buckets, cost=FP16) == 9.5
     assert done(replace(half, immediate=False), *buckets, cost=FP16) == 10.5
     # Three seconds on the link: 1.5..4.5, 4.5..7.5, 7.5..10.5, and the last is left to decode.
-    slow = replace(half, link=Link(rate=1e6 / 3))
+    slow = replace(half, link=LinkSpeed(rate=1e6 / 3))
     assert done(slow, *buckets, cost=FP16) == 11.5
 
 
@@ -132,7 +134,7 @@ def test_bytes_over_the_link_of_a_host() -> None:
 
 
 def test_with_nccl_what_is_encoded_waits_too() -> None:
-    scenario = Scenario("fp16", "flat", (1, 1), Link(1e6, latency=0.1), at_once=1)
+    scenario = Scenario("fp16", "flat", (1, 1), LinkSpeed(1e6, latency=0.1), at_once=1)
     buckets = [(1.0, 100_000.0), (1.0, 100_000.0)]
     # encode 1.1, 1.2; 1.1..1.5, 1.5..1.9, and the verdict; meanwhile the first is settled
     one, two = (
@@ -193,7 +195,7 @@ def test_what_is_not_supported_says_why() -> None:
 
 
 BUCKETS = st.lists(
-    st.builds(Bucket, st.floats(0, 1), st.integers(1, 2_000_000)), min_size=1, max_size=4
+    st.builds(ScenarioBucket, st.floats(0, 1), st.integers(1, 2_000_000)), min_size=1, max_size=4
 ).map(lambda buckets: sorted(buckets, key=lambda each: each.ready))
 COSTS = st.builds(
     CodecCost,
@@ -209,14 +211,14 @@ SCENARIOS = st.builds(
     st.sampled_from(["ddp", "any"]),
     st.sampled_from(["flat", "hierarchical", "leader"]),
     st.sampled_from([(1, 1), (2, 2), (2, 2, 2), (1,) * 5]),
-    st.builds(Link, st.floats(1e6, 1e9), st.sampled_from([None, 1e-4])),
-    inside=st.just(Link(1e9)),
+    st.builds(LinkSpeed, st.floats(1e6, 1e9), st.sampled_from([None, 1e-4])),
+    inside=st.just(LinkSpeed(1e9)),
 ).filter(lambda scenario: not scenario.unsupported)
 
 
 @given(BUCKETS, SCENARIOS, COSTS, st.floats(1, 100))
 def test_a_faster_link_fewer_bytes_and_a_cheaper_codec_are_never_slower(
-    buckets: list[Bucket], scenario: Scenario, cost: CodecCost, times: float
+    buckets: list[ScenarioBucket], scenario: Scenario, cost: CodecCost, times: float
 ) -> None:
     def step(of: Scenario, cost: CodecCost):
         return simulate_step(buckets, of, cost=cost, inside_cost=PLAIN)
@@ -292,12 +294,12 @@ def test_every_codec_has_one_form_and_native_ddp_none() -> None:
 def test_shards_cross_a_link_side_by_side() -> None:
     """By hand: two ranks encode 100,000 elements each in 0.1 s, send 200 kB and decode in 0.4 s."""
     cost = CodecCost("int8", "two_shot", 1.0, encode=1e-6, decode=2e-6, store=0.0)
-    of = Scenario("int8", "fsdp", (2, 2), Link(rate=1e6))
-    step = simulate_step([Bucket(1.0, 100_000)], of, cost=cost)
+    of = Scenario("int8", "fsdp", (2, 2), LinkSpeed(rate=1e6))
+    step = simulate_step([ScenarioBucket(1.0, 100_000)], of, cost=cost)
     assert step.done == pytest.approx(1.0 + 0.1 + 0.2 + 0.4)
     assert step.sent == 200_000
     # Three nodes: two thirds of it to the others, their part decoded and encoded, and on again.
-    three = simulate_step([Bucket(1.0, 100_000)], replace(of, counts=(2, 2, 2)), cost=cost)
+    three = simulate_step([ScenarioBucket(1.0, 100_000)], replace(of, counts=(2, 2, 2)), cost=cost)
     assert three.sent == pytest.approx(2 * 100_000 * (2 / 3 + 2 / 3))
 
 

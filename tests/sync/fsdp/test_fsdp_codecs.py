@@ -114,17 +114,17 @@ def given(rank: int, step: int, names: Sequence[str]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("steps", "commit"),
+    ("steps", "state_update"),
     [
         (60, "immediate"),
         (60, "deferred"),
         pytest.param(1000, "immediate", marks=pytest.mark.exhaustive),
     ],
 )
-def test_every_codec_conserves_mass(steps: int, commit: str) -> None:
+def test_every_codec_conserves_mass(steps: int, state_update: str) -> None:
     """In float64."""
     mesh = mesh_of(2, 2)
-    net, ours = GivenGradients.compressed(mesh, list(EVERY), commit=commit)
+    net, ours = GivenGradients.compressed(mesh, list(EVERY), state_update=state_update)
     shard, shards = mesh["shard"].get_local_rank(), mesh["shard"].size()
     wanted, difference, spread = torch.zeros(
         3, *given(0, 0, EVERY).chunk(shards, 1)[shard].shape, dtype=torch.float64
@@ -185,11 +185,13 @@ def test_gradients_of_a_resumed_run_are_those_of_one_that_was_not_interrupted(
         assert torch.equal(*two), name
 
 
-@pytest.mark.parametrize("commit", ["immediate", "deferred"])
-def test_an_inf_on_one_rank_is_seen_everywhere_and_the_next_step_is_clean(commit: str) -> None:
-    """The deferred commit leaves no trace of it."""
+@pytest.mark.parametrize("state_update", ["immediate", "deferred"])
+def test_an_inf_on_one_rank_is_seen_everywhere_and_the_next_step_is_clean(
+    state_update: str,
+) -> None:
+    """The deferred update leaves no trace of it."""
     mesh = mesh_of(2, 2)
-    net, ours = GivenGradients.compressed(mesh, FED_BACK, commit=commit)
+    net, ours = GivenGradients.compressed(mesh, FED_BACK, state_update=state_update)
 
     def gradients(factor: float = 1.0) -> list[Tensor]:
         net.zero_grad()
@@ -204,7 +206,7 @@ def test_an_inf_on_one_rank_is_seen_everywhere_and_the_next_step_is_clean(commit
     assert len(held) == len(FED_BACK)
     for name, of in held.items():
         assert of.isfinite().all(), name
-        assert commit == "immediate" or torch.equal(before[name], of), name
+        assert state_update == "immediate" or torch.equal(before[name], of), name
     clean = gradients()
     assert all(bool(each.isfinite().all()) for each in clean)
     assert same_in_replicas(clean, mesh)

@@ -25,7 +25,7 @@ from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     report_committed,
     save_trainer,
 )
-from lightning_dist.frameworks.lightning.ddp import meet
+from lightning_dist.frameworks.lightning.ddp import run_collective
 from lightning_dist.ranks.agreement import Facts, Ranks, destroy, new_group_of_all
 from lightning_dist.settings.run import CheckpointSettings
 
@@ -33,7 +33,7 @@ Scores = Mapping[str, Tensor]
 """Scores of checkpoints by path."""
 
 
-class Displaced:
+class PendingTopK:
     """Entries that each save removed from ``best_k_models``, until it has succeeded or failed."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class CheckpointSession(Saves):
         self._removals: list[str] = []  # of this trigger
         self._has_saved = False
         self._committed: list[str] = []  # what the other ranks do not know of yet
-        self.displaced = Displaced()
+        self.displaced = PendingTopK()
         self._group: dist.ProcessGroup | None = None
         if sharded and trainer.world_size > 1:
             self._group = new_group_of_all("saves")
@@ -349,7 +349,7 @@ class _TrainerRanks(Ranks):
     @override
     def all(self, facts: Facts, *, error: Exception | None = None) -> list[Facts]:
         usual = super().all
-        return meet(self._trainer.strategy, lambda: usual(facts, error=error))
+        return run_collective(self._trainer.strategy, lambda: usual(facts, error=error))
 
 
 def _exists(path: str) -> bool:

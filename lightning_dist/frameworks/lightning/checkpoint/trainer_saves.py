@@ -23,7 +23,7 @@ from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint import private
 from lightning_dist.frameworks.lightning.checkpoint.resume import ResumeCheckpointIO
 from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.frameworks.lightning.ddp import meet
+from lightning_dist.frameworks.lightning.ddp import run_collective
 from lightning_dist.frameworks.lightning.model_parallel import SyncModelParallelStrategy
 from lightning_dist.settings.run import CheckpointSettings
 
@@ -117,7 +117,7 @@ def save_trainer(
         saves.watch(trainer.strategy.optimizers)  # others, if a module has put others there
         _save(trainer, saves, path, sharded=sharded, weights_only=weights_only)
 
-    meet(trainer.strategy, save)
+    run_collective(trainer.strategy, save)
     if saves.checkpointer is not None and at_once:
         saves.checkpointer.wait_for_copy()
     saves.metrics.blocking_ms = saves.blocking[path] = (time.perf_counter() - began) * 1e3

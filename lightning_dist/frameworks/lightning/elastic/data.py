@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_dist.checkpoint.reading import require_loadable
 from lightning_dist.elastic.data.plan import EpochPlan, Layout, Position
 from lightning_dist.elastic.data.sharding import (
-    Deal,
+    DataShards,
     LoaderFacts,
     NotExactError,
     Remembered,
@@ -30,7 +30,7 @@ from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_fo
 from lightning_dist.frameworks.lightning.elastic import private
 
 
-class TrainerDeal(Deal):
+class TrainerDataShards(DataShards):
     """Sharding of the samples of one fit.
 
     Args:
@@ -38,7 +38,7 @@ class TrainerDeal(Deal):
             translated where a step takes another number of micro-batches than the script says.
         exact: raise for a loader whose position cannot be kept; otherwise warn.
         on_first: called before the first batch is drawn in this process.
-        **deal: as of :class:`.Deal`.
+        **deal: as of :class:`.DataShards`.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
             )
 
 
-def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDeal) -> None:
+def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDataShards) -> None:
     """Raise a ValueError for a fit whose steps cannot be taken again where a rank is lost."""
     optimizers: Any = trainer.optimizers
     kinds = [type(each).__name__ for each in optimizers]

@@ -23,7 +23,7 @@ from lightning_dist.elastic.data.sampling import keep_workers
 from lightning_dist.elastic.progress import require_same_optimizer
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.elastic import private
-from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
+from lightning_dist.frameworks.lightning.elastic.data import TrainerDataShards
 from lightning_dist.frameworks.lightning.private import restricted
 
 
@@ -70,7 +70,7 @@ class RestartConnector(private.CheckpointConnector):
         super().resume_start(self._path or checkpoint_path, **restricted(policy))
         self._on_loaded(self._loaded_checkpoint, policy)
 
-    def take_over(self, checkpoint: dict[str, Any]) -> None:
+    def import_state(self, checkpoint: dict[str, Any]) -> None:
         """Load ``checkpoint``, which another rank has handed over."""
         self._loaded_checkpoint = checkpoint
         self._on_loaded(checkpoint, self._weights_only)
@@ -180,7 +180,7 @@ class KeptSource(private.DataLoaderSource):
         return self._take(loaders)
 
 
-def place_sources(trainer: pl.Trainer, data: TrainerDeal) -> None:
+def place_sources(trainer: pl.Trainer, data: TrainerDataShards) -> None:
     """Stand in for the sources of a fit; the train dataloader is dealt by ``data``."""
     _restore_sources(trainer)
     fit: Any = trainer.fit_loop

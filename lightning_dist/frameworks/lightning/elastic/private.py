@@ -156,8 +156,10 @@ def guard_validation(
 
 
 # Metrics of torchmetrics exchange when they are first computed, wherever that is.
-def compute_at_epoch_end(trainer: pl.Trainer, meet: Callable[[Callable[[], None]], None]) -> None:
-    """Let ``meet`` compute the metrics of an epoch's steps before the hooks at its end."""
+def compute_at_epoch_end(
+    trainer: pl.Trainer, run_collective: Callable[[Callable[[], None]], None]
+) -> None:
+    """Let ``run_collective`` compute the metrics of an epoch's steps before the hooks at its end."""
     connector: Any = trainer._logger_connector
     usual = connector.epoch_end_reached
 
@@ -170,7 +172,7 @@ def compute_at_epoch_end(trainer: pl.Trainer, meet: Callable[[Callable[[], None]
     def reached() -> None:
         usual()
         if trainer.training:
-            meet(compute)
+            run_collective(compute)
 
     connector.epoch_end_reached = reached
 

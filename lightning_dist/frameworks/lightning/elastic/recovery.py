@@ -18,8 +18,8 @@ from lightning_dist.elastic import rng
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.recovery.protocol import Generation
-from lightning_dist.elastic.recovery.step import RecoverablePlacement, StepRecovery
-from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.recovery.step import RecoverableLoop, StepRecovery
+from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
 from lightning_dist.frameworks.lightning.checkpoint.private import (
     dump_checkpoint,
@@ -27,13 +27,13 @@ from lightning_dist.frameworks.lightning.checkpoint.private import (
     set_saved,
 )
 from lightning_dist.frameworks.lightning.elastic import private
-from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
+from lightning_dist.frameworks.lightning.elastic.data import TrainerDataShards
 from lightning_dist.frameworks.lightning.elastic.loops import (
     RestartConnector,
     identify,
     place_at_step,
 )
-from lightning_dist.frameworks.lightning.elastic.placement import TrainerPlacement
+from lightning_dist.frameworks.lightning.elastic.trainer_loop import TrainerLoop
 from lightning_dist.frameworks.lightning.strategy import CompressedDDPStrategy
 from lightning_dist.ranks.agreement import Membership
 
@@ -71,8 +71,8 @@ class Sections:
     next generation: then all have completed the section, and nobody repeats it. Newcomers wait.
     """
 
-    def __init__(self, placement: Between, recovery: StepRecovery) -> None:
-        self._placement, self._recovery = placement, recovery
+    def __init__(self, loop: Between, recovery: StepRecovery) -> None:
+        self._loop, self._recovery = loop, recovery
         self._where = ""
         self.passed = 0
         """Sections that all ranks have completed, as far as this one knows. Newcomers learn it."""
@@ -101,7 +101,7 @@ class Sections:
         """
         if self._where:
             return body()
-        if self._placement.is_in_step:
+        if self._loop.is_in_step:
             return self._in_step(body, instead)
         with self.at("section"):
             while self._recovery.is_broken:
@@ -141,7 +141,7 @@ class Sections:
         if instead is None or self._recovery.is_committed:
             with self.at("step"):
                 return body()
-        if self._placement.is_alone_in_hook:
+        if self._loop.is_alone_in_hook:
             return instead()
         try:
             return body()
@@ -155,7 +155,7 @@ class Sections:
             try:
                 if error is not None:
                     self._recovery.generations.lost(error)
-                self._placement.enter(*self._recovery.change(is_closed=True))
+                self._loop.enter(*self._recovery.change(is_closed=True))
                 return
             except RuntimeError as raised:
                 if raised is error:  # nobody is lost
@@ -164,16 +164,16 @@ class Sections:
 
     def _after_entering(self) -> None:
         with self.at(""):
-            self._placement.after_entering()
+            self._loop.after_entering()
 
 
-class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
-    """A :class:`TrainerPlacement` of ``recovery="in_process"``, from ``on_train_start`` on."""
+class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
+    """A :class:`TrainerLoop` of ``recovery="in_process"``, from ``on_train_start`` on."""
 
-    data: TrainerDeal
+    data: TrainerDataShards
     sections: Sections
 
-    def __init__(self, trainer: pl.Trainer, session: Session) -> None:
+    def __init__(self, trainer: pl.Trainer, session: ElasticSession) -> None:
         super().__init__(trainer, session)
         self._begins_epoch = self._hands_over = False
         self._has_settled, self._has_to_settle = True, False  # since the last step; before the end
@@ -198,7 +198,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         )
         self.sections = Sections(self, recovery)
         private.guard_validation(trainer, self._validate, self.sections.commit)
-        private.compute_at_epoch_end(trainer, strategy.meet)
+        private.compute_at_epoch_end(trainer, strategy.run_collective)
         self._session.lifecycle.waits_for_another = strategy.generations.waits_for_another
         self._session.lifecycle.lapsed = strategy.generations.lapsed
         if strategy.joins:
@@ -220,7 +220,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
                     break
                 generation, members = recovery.change()
         recovery.has_state()
-        self.settle()
+        self.sync_point()
 
     @property
     @override
@@ -258,9 +258,9 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
     def complete(self) -> None:
         self._begins_epoch = self._has_ended
         if self._has_to_settle:
-            self.settle()
+            self.sync_point()
         with self.sections.at("end"):
-            RecoverablePlacement.complete(self)
+            RecoverableLoop.complete(self)
         self._strategy.together = None
 
     @override
@@ -273,18 +273,18 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
     # Between two steps.
 
     @override
-    def settle(self) -> None:
+    def sync_point(self) -> None:
         before = self._session.members
-        with self.sections.at("settle"):
-            super().settle()
+        with self.sections.at("sync_point"):
+            super().sync_point()
         self._has_settled, self._has_to_settle = True, False
         if self._session.members is not before:
             self.log_costs()
 
-    def settle_epoch(self) -> None:
-        """:meth:`settle` between two epochs."""
+    def epoch_sync_point(self) -> None:
+        """:meth:`sync_point` between two epochs."""
         self._begins_epoch = True
-        self.settle()
+        self.sync_point()
         self._begins_epoch = False
 
     @override
@@ -294,12 +294,12 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
             super().close_step()
 
     def after_entering(self) -> None:
-        """A generation was entered in a section: settle, unless all do it after the section."""
+        """A generation was entered in a section: sync_point, unless all do it after the section."""
         if self._has_settled:
-            self.settle()
+            self.sync_point()
             return
         self._has_to_settle = True
-        self.report_change(self._recovery)
+        self.report_outage(self._recovery)
         self.log_costs()
 
     @property
@@ -322,14 +322,14 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         def undo() -> None:
             begin_again()
             put_generators_back()
-            self._recovery.pause.reasons.append("the validation is run again")
+            self._recovery.outage.reasons.append("the validation is run again")
 
         return self.sections.run(run, undo=undo)
 
     @override
     def add_to(self, checkpoint: dict[str, Any]) -> None:
         if not self._hands_over:
-            self._strategy.meet(partial(super().add_to, checkpoint))
+            self._strategy.run_collective(partial(super().add_to, checkpoint))
             return
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         checkpoint[KEY] = self.here().as_dict()
@@ -341,7 +341,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         self.sections.passed = max(members.ranks.gather(self.sections.passed))
         super().enter(generation, members)
         if self._is_new:
-            self._joins_repeated = self._recovery.pause.is_redone
+            self._joins_repeated = self._recovery.outage.is_redone
 
     @override
     def here(self) -> ElasticState:
@@ -349,7 +349,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         return self._session.here(metrics=metrics, **self._facts)
 
     @override
-    def handed_over(self) -> dict[str, Any]:
+    def export_state(self) -> dict[str, Any]:
         self._hands_over = True
         try:
             checkpoint = dump_checkpoint(self._trainer, weights_only=False)
@@ -363,7 +363,7 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         return [each for each in found if isinstance(each, ModelCheckpoint)]
 
     @override
-    def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
+    def import_state(self, handed: Any, state: ElasticState, members: Membership) -> None:
         trainer, strategy = self._trainer, self._strategy
         connector = private.checkpoint_connector(trainer)
         assert isinstance(connector, RestartConnector)
@@ -374,11 +374,11 @@ class RecoveringPlacement(TrainerPlacement, RecoverablePlacement):
         for callback, last in zip(self._saving, handed["saved"], strict=True):
             set_saved(callback, last)
         with strategy.apart():
-            connector.take_over(handed["checkpoint"])
+            connector.import_state(handed["checkpoint"])
             private.begin_fit_again(trainer)
 
     @override
-    def go_on(self, state: ElasticState, *, is_new: bool) -> None:
+    def resume(self, state: ElasticState, *, is_new: bool) -> None:
         trainer, members = self._trainer, self._session.members
         was_leader = trainer.is_global_zero
         self._strategy.become(members)

@@ -17,7 +17,7 @@ from lightning_dist.elastic.data.plan import MicroBatch
 from lightning_dist.elastic.progress import KEY, ElasticState
 from lightning_dist.elastic.recovery.generations import Ended
 from lightning_dist.elastic.retention import not_ours
-from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.frameworks.lightning.base import BeforeSetup, SyncStrategy
 from lightning_dist.frameworks.lightning.checkpoint.resume import resume_io
 from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
@@ -26,7 +26,7 @@ from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
 )
 from lightning_dist.frameworks.lightning.elastic import private
 from lightning_dist.frameworks.lightning.elastic.data import (
-    TrainerDeal,
+    TrainerDataShards,
     is_trial,
     refuse_choices,
     require_loadable_hparams,
@@ -43,8 +43,8 @@ from lightning_dist.frameworks.lightning.elastic.loops import (
     place_sources,
     restore_usual,
 )
-from lightning_dist.frameworks.lightning.elastic.placement import TrainerPlacement
-from lightning_dist.frameworks.lightning.elastic.recovery import RecoveringPlacement
+from lightning_dist.frameworks.lightning.elastic.recovery import RecoverableTrainerLoop
+from lightning_dist.frameworks.lightning.elastic.trainer_loop import TrainerLoop
 from lightning_dist.frameworks.lightning.launcher import follow_launcher
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.settings.run import CheckpointSettings, RunSettings
@@ -86,10 +86,10 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         """
         self._settings = replace(settings, saving=saving)
         self._exact = strict_data
-        self._session = Session(self._settings)
+        self._session = ElasticSession(self._settings)
         self.best_model_path = ""
         """The newest checkpoint at the end of a fit: what ``ckpt_path="best"`` means alone."""
-        self._at: TrainerPlacement | None = None  # while a fit of the run is under way
+        self._at: TrainerLoop | None = None  # while a fit of the run is under way
         self._found: str | None = None  # the checkpoint of this run that is loaded
         self._foreign = ""
         self._is_restricted = True
@@ -130,17 +130,17 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if not isinstance(trainer.strategy, SyncStrategy):
             follow_launcher(trainer.strategy)  # for the samplers of validation
         self._at, self._has_begun = None, False
-        kind = RecoveringPlacement if _recovers(trainer) else TrainerPlacement
-        placement = kind(trainer, self._session)
+        kind = RecoverableTrainerLoop if _recovers(trainer) else TrainerLoop
+        loop = kind(trainer, self._session)
         self._joins = _meet(trainer, self._session)
         io.weights_only = self._settings.weights_only
-        self._found = io.verified = None if self._joins else self._session.open(placement)
+        self._found = io.verified = None if self._joins else self._session.open(loop)
         connector = RestartConnector(
             private.checkpoint_connector(trainer),
             path=self._found,
             weights_only=self._settings.weights_only,
-            on_loaded=lambda *loaded: self._take_up(placement, trainer, *loaded),
-            on_loops=placement.place_loops,
+            on_loaded=lambda *loaded: self._take_up(loop, trainer, *loaded),
+            on_loops=loop.place_loops,
         )
         private.set_checkpoint_connector(trainer, connector)
         signals = private.signal_connector(trainer)
@@ -183,7 +183,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
     def _take_up(
         self,
-        placement: TrainerPlacement,
+        loop: TrainerLoop,
         trainer: pl.Trainer,
         checkpoint: dict[str, Any],
         weights_only: bool,
@@ -200,11 +200,11 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             raise ValueError(not_ours(path))
         self._foreign = path if checkpoint and state is None else ""
         self._session.load(state, is_own=self._joins or self._found is not None)
-        rank, world_size = placement.data_ranks
-        data = TrainerDeal(
+        rank, world_size = loop.data_ranks
+        data = TrainerDataShards(
             trainer,
             exact=self._exact,
-            on_first=lambda: placement.generators.restore(),
+            on_first=lambda: loop.generators.restore(),
             rank=rank,
             world_size=world_size,
             policy=self._settings.batch_policy,
@@ -213,8 +213,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             begun=self._session.history.first,
             seed=self._session.history.seed,
         )
-        placement.take_up(data)
-        self._at = placement
+        loop.take_up(data)
+        self._at = loop
         place_sources(trainer, data)
 
     @override
@@ -224,7 +224,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             return
         if _wants_recovery(trainer):
             require_recoverable_fit(trainer, self._at.data)
-        if isinstance(self._at, RecoveringPlacement):
+        if isinstance(self._at, RecoverableTrainerLoop):
             self._at.recover()
         self._at.watch_optimizers()
         if self._joins:
@@ -252,8 +252,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if self._at.validates_first:  # it begins with seeds for the workers of its loader
             self._at.generators.restore()
 
-    def _join(self, placement: TrainerPlacement) -> None:
-        placement.restore_metrics()
+    def _join(self, loop: TrainerLoop) -> None:
+        loop.restore_metrics()
         self._has_begun = True
         self._session.lifecycle.heartbeat()
 
@@ -262,9 +262,9 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if self._at is None:
             return
         ended, self._ended = self._ended, None
-        if isinstance(self._at, RecoveringPlacement):
+        if isinstance(self._at, RecoverableTrainerLoop):
             if self._at.has_begun:
-                self._at.settle_epoch()
+                self._at.epoch_sync_point()
         elif ended is not None:
             self._session.close_step(ended)
         self._at.begin_epoch()
@@ -300,8 +300,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         # What ends an epoch comes after this hook; a checkpoint waits for it.
         if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             return
-        if isinstance(self._at, RecoveringPlacement):
-            self._at.settle()
+        if isinstance(self._at, RecoverableTrainerLoop):
+            self._at.sync_point()
             return
         session.close_step()
 
@@ -317,7 +317,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if trainer.sanity_checking or self._at is None:
             return
         self._at.generators.restore()
-        if isinstance(self._at, RecoveringPlacement):  # ranks may be at different batches of it
+        if isinstance(self._at, RecoverableTrainerLoop):  # ranks may be at different batches of it
             return
         batches = sum(trainer.num_val_batches)
         number = int(batches) if batches != float("inf") else -1
@@ -399,14 +399,16 @@ def _recovers(trainer: pl.Trainer) -> bool:
     return getattr(trainer.strategy, "generations", None) is not None
 
 
-def _meet(trainer: pl.Trainer, session: Session) -> bool:
+def _meet(trainer: pl.Trainer, session: ElasticSession) -> bool:
     """Meet all ranks of the start; whether this process has come later, and is alone so far."""
     strategy: Any = trainer.strategy
     if not _recovers(trainer):
-        session.meet()
+        session.rendezvous()
         return False
     if strategy.joins:
-        session.meet(Membership(make=strategy.generations.groups.new))  # which makes none for one
+        session.rendezvous(
+            Membership(make=strategy.generations.groups.new)
+        )  # which makes none for one
         return True
-    session.meet(strategy.members)
+    session.rendezvous(strategy.members)
     return False

@@ -34,7 +34,7 @@ from lightning_dist.checkpoint.disk.format import CheckpointError, Origin
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.frameworks.lightning.checkpoint import async_checkpoint
-from lightning_dist.frameworks.lightning.checkpoint.session import Displaced
+from lightning_dist.frameworks.lightning.checkpoint.session import PendingTopK
 from lightning_dist.ranks.agreement import Ranks
 from lightning_dist.settings.run import CheckpointSettings
 
@@ -116,7 +116,7 @@ def test_what_a_failed_save_displaced_is_among_the_best_again(name: str, tmp_pat
 
 def test_a_chain_of_failures_gives_the_first_one_back() -> None:
     score = {name: torch.tensor(float(value)) for value, name in enumerate("abc")}
-    books = Displaced()
+    books = PendingTopK()
     books.note("b", before={"a": score["a"]}, after={"b": score["b"]})
     books.note("c", before={"b": score["b"]}, after={"c": score["c"]})
     assert books.fail("b") == {}

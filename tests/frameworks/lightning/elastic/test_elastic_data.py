@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from lightning_dist import ElasticLoop
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.sampling import EndsAtSecondSignal
-from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
+from lightning_dist.frameworks.lightning.elastic.data import TrainerDataShards
 from lightning_dist.frameworks.lightning.elastic.loops import KeptSource
 
 
@@ -98,7 +98,7 @@ def test_validations_stay_at_their_steps_when_ranks_are_lost_and_come(
         fit_loop=loop,
         lightning_module=SimpleNamespace(automatic_optimization=True),
     )
-    deal = TrainerDeal(
+    deal = TrainerDataShards(
         trainer,
         exact=True,
         on_first=lambda: None,

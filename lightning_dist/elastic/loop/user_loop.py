@@ -16,13 +16,13 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.sampling import keep_workers
-from lightning_dist.elastic.data.sharding import Deal, NotExactError
+from lightning_dist.elastic.data.sharding import DataShards, NotExactError
 from lightning_dist.elastic.loop.objects import Objects
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.recovery.generations import Ended, Generations
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.elastic.recovery.step import RecoverablePlacement, StepRecovery
-from lightning_dist.elastic.session import Session
+from lightning_dist.elastic.recovery.step import RecoverableLoop, StepRecovery
+from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.ranks.facts import Spread
 from lightning_dist.ranks.launch import Launch
@@ -36,7 +36,7 @@ class Stopped(SystemExit):
     """The training has stopped on all ranks at one step; ends the process with a code."""
 
 
-class LoopPlacement(RecoverablePlacement):
+class UserLoop(RecoverableLoop):
     """From the entering of an ElasticLoop to its end.
 
     Args:
@@ -53,7 +53,7 @@ class LoopPlacement(RecoverablePlacement):
 
     def __init__(
         self,
-        session: Session,
+        session: ElasticSession,
         *,
         accumulate: int,
         signals: Sequence[signal.Signals],
@@ -73,7 +73,7 @@ class LoopPlacement(RecoverablePlacement):
         self._loader = loader
         environment = RecoveryEnvironment.from_env() if self._mode == "in_process" else None
         if environment is None:
-            self.session.meet()
+            self.session.rendezvous()
             if self._mode == "in_process":
                 self.warn(
                     "recovery='in_process' takes effect under `lightning-dist launch` only; here "
@@ -104,8 +104,8 @@ class LoopPlacement(RecoverablePlacement):
         while True:
             try:
                 if generation.source is None:
-                    self.recovery.handed_over(generation, dict)
-                    self.session.meet(members)
+                    self.recovery.transfer_state(generation, dict)
+                    self.session.rendezvous(members)
                     self._open(given)
                 else:
                     self.session.lifecycle.open()
@@ -118,7 +118,7 @@ class LoopPlacement(RecoverablePlacement):
                 generation, members = self.recovery.change()
         self.recovery.has_state()
         if generation.source is not None:
-            self.settle()
+            self.sync_point()
 
     def _open(self, given: Mapping[str, Any]) -> None:
         session, settings = self.session, self._settings
@@ -150,7 +150,7 @@ class LoopPlacement(RecoverablePlacement):
         self.generators = Generators(
             state, rank=rank, world_size=world_size, device=self.objects.device
         )
-        self.data = Deal(
+        self.data = DataShards(
             policy=self._settings.batch_policy,
             accumulate=self._accumulate,
             rank=rank,
@@ -175,7 +175,7 @@ class LoopPlacement(RecoverablePlacement):
     # Recovery within the process.
 
     @override
-    def settle(self) -> None:
+    def sync_point(self) -> None:
         """After the last step of an epoch only once the user has done what follows it.
 
         In between there is no collective: of members that fail there some would already have ended
@@ -183,21 +183,21 @@ class LoopPlacement(RecoverablePlacement):
         """
         done = self.position.samples
         if not done or done < self.data.plan().used:
-            super().settle()
+            super().sync_point()
 
     @override
-    def take_over(self, handed: Any, state: ElasticState, members: Membership) -> None:
+    def import_state(self, handed: Any, state: ElasticState, members: Membership) -> None:
         self.objects.load_states(handed)
         self.position, self.total_samples = state.position, state.total_samples
         self.steps = state.total_steps
         self._before_epoch = self.total_samples - self.position.samples
 
     @override
-    def handed_over(self) -> dict[str, Any]:
+    def export_state(self) -> dict[str, Any]:
         return self.objects.states()
 
     @override
-    def go_on(self, state: ElasticState, *, is_new: bool) -> None:
+    def resume(self, state: ElasticState, *, is_new: bool) -> None:
         if not is_new:
             self.data.close()
         self._deal(state)

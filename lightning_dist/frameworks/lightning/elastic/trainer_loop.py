@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.elastic.data.plan import MicroBatch, Position
 from lightning_dist.elastic.progress import KEY, Generators
-from lightning_dist.elastic.session import Placement, Session
+from lightning_dist.elastic.session import ElasticSession, TrainingLoop
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     log_values,
@@ -20,7 +20,7 @@ from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     weights_may_change,
 )
 from lightning_dist.frameworks.lightning.elastic import private
-from lightning_dist.frameworks.lightning.elastic.data import TrainerDeal
+from lightning_dist.frameworks.lightning.elastic.data import TrainerDataShards
 from lightning_dist.frameworks.lightning.elastic.loops import (
     Preempted,
     place_at_epoch_begin,
@@ -31,7 +31,7 @@ from lightning_dist.frameworks.lightning.model_parallel import SyncModelParallel
 from lightning_dist.ranks.agreement import Membership
 
 
-class TrainerPlacement(Placement):
+class TrainerLoop(TrainingLoop):
     """Operations of a fit for its session, and its position in the data.
 
     Args:
@@ -39,10 +39,10 @@ class TrainerPlacement(Placement):
         session: from the set-up of the fit to its end.
     """
 
-    data: TrainerDeal
+    data: TrainerDataShards
     stopped = Preempted
 
-    def __init__(self, trainer: pl.Trainer, session: Session) -> None:
+    def __init__(self, trainer: pl.Trainer, session: ElasticSession) -> None:
         self._trainer, self._session = trainer, session
         self.session = session
         self._epoch: int | None = None
@@ -120,7 +120,7 @@ class TrainerPlacement(Placement):
             return samplers["rank"], samplers["num_replicas"]
         return self.members.rank, self.members.world_size
 
-    def take_up(self, data: TrainerDeal) -> None:
+    def take_up(self, data: TrainerDataShards) -> None:
         """Know where to go on: the session has been loaded."""
         state = self._session.resumed
         self.data = data

@@ -1,6 +1,6 @@
 """Commit of a step: when residuals are written, means applied, and ranks agree.
 
-Under the immediate commit units write their state while they encode. Under the deferred one the
+Under the immediate update units write their state while they encode. Under the deferred one the
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
 it is decoded; else none of it is.
 
