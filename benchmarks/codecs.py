@@ -11,7 +11,7 @@ the machine then counts less), on CUDA between events.
 `limit_pct` is (bytes that the pass must touch / measured copy rate) / measured time, where a copy
 touches 8 bytes an element. A pass whose data were still in a cache may exceed 100.
 
-Memory: 2, 4 and 8 processes train with int8 in 16 buckets, with both ways to commit; what residuals
+Memory: 2, 4 and 8 processes train with int8 in 16 buckets, with both updates of the state; what residuals
 and payload buffers take, per compressed element, and the resident set after 30 % of the steps
 and at the end. The more ranks, the fewer steps.
 
@@ -140,7 +140,7 @@ def train(steps: int, state_update: Literal["immediate", "deferred"]) -> Iterato
     yield {
         "kind": "memory",
         "world_size": world_size,
-        "state_update": state_update,
+        "commit": state_update,
         "steps": steps,
         "residual_bytes_per_element": held["residual_bytes"] / compressed,
         "buffer_bytes_per_element": held["buffer_bytes"] / compressed,
@@ -199,7 +199,7 @@ KERNELS = Table(
         ("codec", "`{codec}`"),
         ("error feedback", "{error_feedback!y}"),
         ("kernels", "{mode}"),
-        ("encode and commit, GB/s", "{encode_gb_s:,.1f}"),
+        ("encode and update, GB/s", "{encode_gb_s:,.1f}"),
         ("% of copy", "{encode_limit_pct:,.0f}"),
         ("decode, GB/s", "{decode_gb_s:,.1f}"),
         ("% of copy", "{decode_limit_pct:,.0f}"),
@@ -217,7 +217,7 @@ MEMORY = Table(
     kinds=("memory",),
     columns=[
         ("ranks", "{world_size}"),
-        ("state_update", "{state_update}"),
+        ("state update", "{commit}"),
         ("residual, bytes per element", "{residual_bytes_per_element:,.1f}"),
         ("payload buffers, bytes per element", "{buffer_bytes_per_element:,.1f}"),
         ("resident set after warm-up", "{resident_mb_warm:.0f} MB"),

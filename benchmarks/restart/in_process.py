@@ -6,7 +6,7 @@ Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
   which are left have done without it, and to the first one with the process that is started in its
   place; and of the latter the pause of the others.
 - stopped: the same with SIGSTOP, which only missing heartbeats show.
-- cost: the time of a step without faults, beside recovery="restart" with either commit, in turns.
+- cost: the time of a step without faults, beside recovery="restart" with either update of the state, in turns.
 - goodput: ranks killed one after the other, and how many steps are done of those that another job
   does in the same time without kills; with steps of one micro-batch and of several.
 - others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.
@@ -238,7 +238,7 @@ def measure_cost(root: str, *, rounds: int) -> list[Line]:
     """
     ways = {
         "without_ms": {"recovery": "restart"},
-        "deferred_ms": {"recovery": "restart", "commit": "deferred"},
+        "deferred_ms": {"recovery": "restart", "state_update": "deferred"},
         "with_ms": {"recovery": "in_process"},
     }
     rows = []

@@ -375,7 +375,7 @@ class ElasticSession:
         Collective; takes effect one call later.
 
         Raises:
-            Placement.stopped: with the exit code of this process.
+            TrainingLoop.stopped: with the exit code of this process.
             CheckpointError: a checkpoint could not be written, on all ranks.
         """
         self.retention.collect()

@@ -224,7 +224,7 @@ class CodecWork:
         received = 1 if EXCHANGES[codec.exchange].linear else ranks
         self.bytes_per_element = {
             "encode": 4 + wire + kept,
-            # Block codecs commit their state when they encode.
+            # Block codecs write their state when they encode.
             "decode": 4 + wire * received + (0 if codec.block else kept),
         }
         """Bytes that each pass must read and write at least."""

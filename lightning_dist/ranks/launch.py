@@ -130,7 +130,7 @@ class Claim:
 
 
 def claim(*, rank: int, environment: Mapping[str, str] = os.environ) -> Claim | None:
-    """Placement of global ``rank`` in the environment of torchrun, Lightning, SLURM or MPI.
+    """Place of global ``rank`` in the environment of torchrun, Lightning, SLURM or MPI.
 
     The innermost launcher speaks: torchrun inside a SLURM allocation is torchrun.
     """

@@ -4,7 +4,7 @@ Immediate update: the residual is written in the pass that encodes, and a tensor
 the next one is on its way. Deferred update: the residual is written once the step is known to be
 finite on every rank, so that an overflow under a GradScaler leaves no trace. That is known when the
 step is finished; until then tensors keep their local gradients and the received payloads wait
-(``state_update.py``). Finite steps are the same bits under both.
+(``step_end.py``). Finite steps are the same bits under both.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ class Pipeline:
             for group in handle.groups
             for part in group.slices
         }
-        # A rank that receives the answer must know that all others can commit without any help.
+        # A rank that has the answer must know that all others can apply the step without any help.
         for handle in () if recovery is None else handles:
             for unit in handle.units():
                 unit.wait()

@@ -5,7 +5,7 @@ ranks first agree on what became of the step. If it was finite everywhere, all s
 it is decoded; else none of it is.
 
 The all-reduce in which they agree is also the vote of a training with recovery: a rank takes part
-once it has all payloads, so a rank that has the answer knows that every other rank can commit the
+once it has all payloads, so a rank that has the answer knows that every other rank can apply the
 step by itself.
 """
 
@@ -289,7 +289,7 @@ def decode(
     finite: bool,
     before: StateCopy | None = None,
 ) -> None:
-    """Decode the means of ``handle`` and commit state, except that of ``unused`` parameters.
+    """Decode the means of ``handle`` and write state, except that of ``unused`` parameters.
 
     The residual of an unused parameter was sent with the others but DDP will not apply it, so it
     is kept.

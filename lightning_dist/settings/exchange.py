@@ -208,8 +208,8 @@ class ExchangeSettings:
             )
         if self.delay and self.state_update == "deferred":
             raise ValueError(
-                "state_update='deferred' depends on whether a step is applied, which is not known yet "
-                "with delay=1; leave state_update at 'auto'"
+                "state_update='deferred' depends on whether a step is applied, which is not known "
+                "yet with delay=1; leave state_update at 'auto'"
             )
 
     def _resolve_codec(self) -> None:

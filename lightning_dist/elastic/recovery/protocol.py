@@ -4,8 +4,8 @@ A *generation* is a list of workers that train together; process groups live as 
 coordinator, a thread of the launcher that hosts the store, is the only one that makes generations,
 so there is never a second opinion about who takes part: a worker that cannot reach the store stops.
 
-- A worker that is ready to train writes a :class:`WorkerReport` with ``generation=-1`` and waits for a
-  generation that has it.
+- A worker that is ready to train writes a :class:`WorkerReport` with ``generation=-1`` and waits
+  for a generation that has it.
 - A worker that cannot go on (a peer is gone), or pauses at a step boundary since others want to
   join, writes a report for its generation, and waits for the next one.
 - An agent writes which of its workers are dead, and starts others in their place. It kills workers

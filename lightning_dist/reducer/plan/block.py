@@ -90,7 +90,7 @@ class BlockPlan:
         make: Callable[..., RowExchange] = self.kind.make
         if self.kind.reduced_by == "everyone":
             return make(size, **self._where)
-        # Kernels over tables encode again when they commit.
+        # Kernels over tables encode again when they write it.
         keep_own = not self.immediate and self.tables is None
         return make([size] * self.rows, keep_own=keep_own, **self._where)
 

@@ -23,7 +23,7 @@ class FlatPlanner:
     """Owns one plan, with its kernels, per block codec and dtype.
 
     Args:
-        immediate: block codecs commit their state when they encode, and tensors take turns with the
+        immediate: block codecs write their state when they encode, and tensors take turns with the
             memory of payloads.
         tables: use Triton's kernels over tables of slices where the device has them.
         divide_last: uncompressed gradients are added and then divided, as torch's HSDP does; else

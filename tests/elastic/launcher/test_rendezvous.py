@@ -14,7 +14,7 @@ from processes import port
 from store_hosts import StoreHost
 
 from lightning_dist.elastic.launcher import rendezvous
-from lightning_dist.elastic.launcher.rendezvous import attempt_store, meet
+from lightning_dist.elastic.launcher.rendezvous import attempt_store
 from lightning_dist.elastic.launcher.store import StoreQueue
 from lightning_dist.ranks.launch import Launch
 
@@ -145,7 +145,7 @@ def test_ranks_that_died_while_they_waited(agent: dist.TCPStore) -> None:
     """Rank 0 never came, and what its ranks asked is still in the store at the next start."""
     for rank in (1, 2):
         with pytest.raises(TimeoutError, match=f"Rank {rank} had no answer from rank 0"):
-            meet(client(agent), rank=rank, world_size=3, deadline=time.monotonic())
+            rendezvous.rendezvous(client(agent), rank=rank, world_size=3, deadline=time.monotonic())
     require_one_store(start(agent, 3))
 
 
@@ -161,7 +161,7 @@ def test_a_rank_zero_that_died_while_it_gathered(
 
     def first(rank: int) -> dist.Store | TimeoutError:
         try:
-            return meet(client(agent), rank=rank, world_size=3, deadline=deadline)
+            return rendezvous.rendezvous(client(agent), rank=rank, world_size=3, deadline=deadline)
         except TimeoutError as error:
             return error
         finally:
@@ -181,7 +181,7 @@ def test_a_confirmation_of_an_earlier_attempt_counts_for_nothing(agent: dist.TCP
     rendezvous_store = dist.PrefixStore("lightning_dist/attempts", client(agent))
     StoreQueue(rendezvous_store).push("1 0123456789abcdef fedcba9876543210")
     with pytest.raises(TimeoutError, match="reach rank 0 in time: 1;"):
-        meet(client(agent), rank=0, world_size=2, deadline=time.monotonic() + 0.3)
+        rendezvous.rendezvous(client(agent), rank=0, world_size=2, deadline=time.monotonic() + 0.3)
 
 
 @pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="torch lists no keys")
@@ -192,7 +192,7 @@ def test_a_store_does_not_grow_with_its_attempts(agent: dist.TCPStore) -> None:
         for rank, store in enumerate(stores):
             dist.PrefixStore("group", store).set(f"address-{rank}", "x")
         with pytest.raises(TimeoutError):  # somebody dies on the way to the next
-            meet(client(agent), rank=1, world_size=3, deadline=time.monotonic())
+            rendezvous.rendezvous(client(agent), rank=1, world_size=3, deadline=time.monotonic())
         sizes.append(client(agent).num_keys())
     assert sizes[1:] == sizes[:1] * 3
 

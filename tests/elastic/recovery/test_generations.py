@@ -45,7 +45,7 @@ def generations(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
     def lose(member: Member) -> None:
         raise RuntimeError("a member was lost")
 
-    monkeypatch.setattr(Member, "meet", lose)
+    monkeypatch.setattr(Member, "rendezvous", lose)
     found = Generations(RecoveryEnvironment("127.0.0.1", server.port, Worker(0, 0, 0)))
     yield found
     found._member._stop()
@@ -86,7 +86,7 @@ def member_of_another_process(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("asks", ["finds_others", "announce", "report", "meet", "connect"])
+@pytest.mark.parametrize("asks", ["finds_others", "announce", "report", "rendezvous", "connect"])
 def test_a_stopped_store_is_lost_within_the_report_timeout(asks: str) -> None:
     """torch waits for it without a bound, whatever the timeout of the client."""
     with member_of_another_process(0.3) as (member, host):

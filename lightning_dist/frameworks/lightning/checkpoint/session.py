@@ -45,7 +45,7 @@ class PendingTopK:
             old: score for old, score in before.items() if old not in after or old == path
         }
 
-    def commit(self, path: str) -> None:
+    def succeed(self, path: str) -> None:
         """``path`` is there."""
         self._by.pop(path, None)
 
@@ -244,7 +244,7 @@ class CheckpointSession(Saves):
         failures, by_rank = self.agree(news)
         leader = self._all.leader
         for target in by_rank[leader]["committed"]:
-            self.displaced.commit(target)
+            self.displaced.succeed(target)
         if failures:
             targets = [each.target for each in failures]
             back = self._back(targets)

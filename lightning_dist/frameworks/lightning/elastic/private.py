@@ -138,18 +138,18 @@ def leave_out_sigterm_broadcast(trainer: pl.Trainer) -> None:
 def guard_validation(
     trainer: pl.Trainer,
     validate: Callable[[Callable[[], Any]], Any],
-    commit: Callable[[], None],
+    then: Callable[[], None],
 ) -> None:
     """Let a fit validate by ``validate``, which is given what the loop does.
 
     Args:
-        commit: called when the metrics are there, before the hooks at the end.
+        then: called when the metrics are there, before the hooks at the end.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     usual, end = loop.run, loop._on_evaluation_end
 
     def commit_and_end(*args: Any, **kwargs: Any) -> None:
-        commit()
+        then()
         end(*args, **kwargs)
 
     loop.run, loop._on_evaluation_end = lambda: validate(usual), commit_and_end
@@ -159,7 +159,7 @@ def guard_validation(
 def compute_at_epoch_end(
     trainer: pl.Trainer, run_collective: Callable[[Callable[[], None]], None]
 ) -> None:
-    """Let ``run_collective`` compute the metrics of an epoch's steps before the hooks at its end."""
+    """Compute the metrics of an epoch's steps by ``run_collective``, before the last hooks."""
     connector: Any = trainer._logger_connector
     usual = connector.epoch_end_reached
 

@@ -294,7 +294,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
             super().close_step()
 
     def after_entering(self) -> None:
-        """A generation was entered in a section: sync_point, unless all do it after the section."""
+        """A generation was entered in a section: sync here, unless all do it after the section."""
         if self._has_settled:
             self.sync_point()
             return

@@ -132,7 +132,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._at, self._has_begun = None, False
         kind = RecoverableTrainerLoop if _recovers(trainer) else TrainerLoop
         loop = kind(trainer, self._session)
-        self._joins = _meet(trainer, self._session)
+        self._joins = _rendezvous(trainer, self._session)
         io.weights_only = self._settings.weights_only
         self._found = io.verified = None if self._joins else self._session.open(loop)
         connector = RestartConnector(
@@ -399,16 +399,15 @@ def _recovers(trainer: pl.Trainer) -> bool:
     return getattr(trainer.strategy, "generations", None) is not None
 
 
-def _meet(trainer: pl.Trainer, session: ElasticSession) -> bool:
+def _rendezvous(trainer: pl.Trainer, session: ElasticSession) -> bool:
     """Meet all ranks of the start; whether this process has come later, and is alone so far."""
     strategy: Any = trainer.strategy
     if not _recovers(trainer):
         session.rendezvous()
         return False
     if strategy.joins:
-        session.rendezvous(
-            Membership(make=strategy.generations.groups.new)
-        )  # which makes none for one
+        # For one rank this makes none.
+        session.rendezvous(Membership(make=strategy.generations.groups.new))
         return True
     session.rendezvous(strategy.members)
     return False

@@ -124,7 +124,7 @@ def test_a_chain_of_failures_gives_the_first_one_back() -> None:
     books.note("a", before={"a": score["a"]}, after={"a": score["b"]})  # under its own name
     assert books.fail("a") == {"a": score["a"]}
     books.note("c", before={"b": score["b"]}, after={"c": score["c"]})
-    books.commit("c")
+    books.succeed("c")
     assert books.fail("c") == {}
 
 
