@@ -11,9 +11,9 @@ the machine then counts less), on CUDA between events.
 `limit_pct` is (bytes that the pass must touch / measured copy rate) / measured time, where a copy
 touches 8 bytes an element. A pass whose data were still in a cache may exceed 100.
 
-Memory: 2, 4 and 8 processes train with int8 in 16 buckets, with both updates of the state; what residuals
-and payload buffers take, per compressed element, and the resident set after 30 % of the steps
-and at the end. The more ranks, the fewer steps.
+Memory: 2, 4 and 8 processes train with int8 in 16 buckets, with both updates of the state; what
+residuals and payload buffers take, per compressed element, and the resident set after 30 % of the
+steps and at the end. The more ranks, the fewer steps.
 
     python -m benchmarks.codecs --json PATH [--rounds N] [--steps N] [--device cuda] [--only KIND]
 """

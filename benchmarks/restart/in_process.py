@@ -6,7 +6,8 @@ Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
   which are left have done without it, and to the first one with the process that is started in its
   place; and of the latter the pause of the others.
 - stopped: the same with SIGSTOP, which only missing heartbeats show.
-- cost: the time of a step without faults, beside recovery="restart" with either update of the state, in turns.
+- cost: the time of a step without faults, beside recovery="restart" with either update of the
+  state, in turns.
 - goodput: ranks killed one after the other, and how many steps are done of those that another job
   does in the same time without kills; with steps of one micro-batch and of several.
 - others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.

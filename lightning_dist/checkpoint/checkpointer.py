@@ -88,7 +88,8 @@ class Checkpointer:
         self._metrics = Metrics()
         self.last_committed: Committed | None = None
         self._together = Ranks(group)
-        self._ranks = ranks if group is None else self._together.count
+        self.ranks = ranks if group is None else self._together.count
+        """World size of the job, for the record."""
         self.run = ""
         """Name of the run that saves, for the record."""
         self.proves_loadable = False
@@ -223,7 +224,7 @@ class Checkpointer:
             overlap=self._snapshots.overlap,
             spreads=spreads,
             rank=self._together.rank,
-            ranks=self._ranks,
+            ranks=self.ranks,
         )
         save = SaveFolder(
             origin,
@@ -360,7 +361,7 @@ class Checkpointer:
             save_id,
             step,
             time.time_ns(),
-            self._ranks,
+            self.ranks,
             resumable,
             order=self._orders.next(),
             name=target.rstrip("/").rsplit("/", 1)[-1],

@@ -18,7 +18,6 @@ from lightning_dist.checkpoint.disk.folder_owner import is_owned
 from lightning_dist.checkpoint.disk.format import CheckpointError
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.ranks.agreement import Facts, Ranks
-from lightning_dist.settings.run import CheckpointSettings
 
 _PATIENCE_WITH_LEADER = 60.0
 """Seconds for the leader before this one to end: one that is cut off learns late that it is out."""
@@ -37,25 +36,24 @@ class Saves:
     """The saves of this rank.
 
     Args:
-        checkpointer: writes them; None on ranks that do not write.
-        settings: of the checkpointer.
+        checkpointer: takes and writes them; it stays idle on ranks that do not write.
         ranks: that save together.
+        writes: whether this rank writes. One that becomes the leader does.
         warn: warns the user, on the ranks that do.
         ended: called with every event, before failures are reported.
     """
 
     def __init__(
         self,
-        checkpointer: Checkpointer | None,
-        settings: CheckpointSettings,
+        checkpointer: Checkpointer,
         *,
         ranks: Ranks,
+        writes: bool = True,
         warn: Callable[[str], None],
         ended: Callable[[Committed | Failed], None] = lambda event: None,
     ) -> None:
-        self.checkpointer, self.ranks = checkpointer, ranks
-        self._settings, self._warn, self._ended = settings, warn, ended
-        self._idle = Metrics()
+        self.checkpointer, self.ranks, self.writes = checkpointer, ranks, writes
+        self._settings, self._warn, self._ended = checkpointer.settings, warn, ended
         self._opened: set[str] = set()  # on all ranks
         self._optimizers: list[Optimizer] = []
         self._failed: dict[str, Failed] = {}  # by save id; not reported yet
@@ -67,12 +65,12 @@ class Saves:
     @property
     def metrics(self) -> Metrics:
         """Cost of checkpoints on this rank."""
-        return self._idle if self.checkpointer is None else self.checkpointer.metrics
+        return self.checkpointer.metrics
 
     @property
     def last_committed(self) -> Committed | None:
         """The newest checkpoint that is durable; on a rank that writes."""
-        return None if self.checkpointer is None else self.checkpointer.last_committed
+        return self.checkpointer.last_committed
 
     @property
     def has_to_raise(self) -> bool:
@@ -98,7 +96,7 @@ class Saves:
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Call :meth:`.Checkpointer.watch` for these optimizers; on a later leader too."""
         before, self._optimizers = self._optimizers, list(optimizers)
-        if self.checkpointer is not None and [*map(id, before)] != [*map(id, self._optimizers)]:
+        if self.writes and [*map(id, before)] != [*map(id, self._optimizers)]:
             self.checkpointer.wait_for_copy()
             self.checkpointer.watch(self._optimizers)
 
@@ -106,8 +104,9 @@ class Saves:
         """Save with other ranks, whose leader writes. Folders are opened again when next used."""
         self.ranks = ranks
         self._opened.clear()
-        if ranks.is_leader and self.checkpointer is None:
-            self.checkpointer = Checkpointer(self._settings, ranks=ranks.count)
+        self.checkpointer.ranks = ranks.count
+        if ranks.is_leader and not self.writes:
+            self.writes = True
             self.checkpointer.patience = _PATIENCE_WITH_LEADER
             self.checkpointer.watch(self._optimizers)
 
@@ -117,7 +116,6 @@ class Saves:
         Raises:
             ValueError: it cannot be written to.
         """
-        assert self.checkpointer is not None
         try:
             self.checkpointer.open(folder)
         except (ValueError, OSError, CheckpointError) as error:
@@ -138,7 +136,7 @@ class Saves:
 
     def poll(self) -> None:
         """Take outcomes of saves since the last call. Failures are kept until they are reported."""
-        for event in () if self.checkpointer is None else self.checkpointer.poll():
+        for event in self.checkpointer.poll():
             self._ended(event)
             save_id = "" if event.origin is None else event.origin.save_id
             if isinstance(event, Failed) and save_id not in self._reported:
@@ -149,7 +147,7 @@ class Saves:
 
         Not raised: the others have to know before they wait for this rank.
         """
-        if self.checkpointer is not None and self._settings.on_busy == "wait":
+        if self._settings.on_busy == "wait":
             try:
                 self.checkpointer.wait_for_turn()
             except Exception as error:
@@ -184,7 +182,7 @@ class Saves:
             error: why this rank cannot go on. Then all raise, and failures wait.
         """
         self.poll()
-        mine = {**facts, "busy": self.checkpointer is not None and self.checkpointer.busy}
+        mine = {**facts, "busy": self.checkpointer.busy}
         by_rank = self.ranks.all({**mine, "failed": {} if error else self.take()}, error=error)
         found: dict[str, Failure] = {}
         for of_rank in by_rank:
@@ -221,9 +219,8 @@ class Saves:
             CheckpointError: see :meth:`report`.
             TimeoutError: after ``timeout`` seconds.
         """
-        if self.checkpointer is not None:
-            self.checkpointer.wait(timeout)
-            self.report_own()
+        self.checkpointer.wait(timeout)
+        self.report_own()
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, report, and end the writer.
@@ -231,12 +228,11 @@ class Saves:
         Raises:
             CheckpointError: see :meth:`report`; or not all was done within ``timeout`` seconds.
         """
-        if self.checkpointer is not None:
-            try:
-                self.checkpointer.close(timeout)
-            finally:
-                self.poll()
-            self.report(self.take().values())
+        try:
+            self.checkpointer.close(timeout)
+        finally:
+            self.poll()
+        self.report(self.take().values())
 
     def report(self, failures: Iterable[Failure]) -> None:
         """Report failures, as warnings or as one error.

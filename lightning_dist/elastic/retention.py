@@ -48,11 +48,10 @@ class Retention:
     ) -> None:
         self._folder, self._keep, self._settings = folder, keep, settings
         self._members, self._warn, self._committed = members, warn, committed
-        writer: Checkpointer | None = None
-        if members.ranks.is_leader or members.writers is not None:
-            writer = Checkpointer(settings, group=members.writers, ranks=members.world_size)
-            writer.patience = patience
-        self.saves = Saves(writer, settings, ranks=members.ranks, warn=warn, ended=self._ended)
+        writer = Checkpointer(settings, group=members.writers, ranks=members.world_size)
+        writer.patience = patience
+        writes = members.ranks.is_leader or members.writers is not None
+        self.saves = Saves(writer, ranks=members.ranks, writes=writes, warn=warn, ended=self._ended)
         self._ledger: list[str] = []  # durable checkpoints of this run, the oldest first
 
     def move(self, members: Membership, *, run: str, restricted: bool) -> None:
@@ -68,8 +67,8 @@ class Retention:
             self.save_for(run, restricted=restricted, resumed=None)
 
     @property
-    def checkpointer(self) -> Checkpointer | None:
-        """Writer of this rank; None on ranks that do not write."""
+    def checkpointer(self) -> Checkpointer:
+        """Writer of this rank, idle on ranks that do not write."""
         return self.saves.checkpointer
 
     def open(self) -> str | None:
@@ -102,8 +101,7 @@ class Retention:
         Args:
             restricted: prove at the first save that torch's restricted unpickler can read it.
         """
-        if self.checkpointer is not None:
-            self.checkpointer.run, self.checkpointer.proves_loadable = run, restricted
+        self.checkpointer.run, self.checkpointer.proves_loadable = run, restricted
         if self._members.ranks.is_leader:
             own = saved_by(run, self._folder, resumed=resumed)
             self._ledger = [each.path for each in own]
@@ -123,7 +121,6 @@ class Retention:
 
     def _free_path(self, name: str) -> str:
         """A path in the folder where nothing is that this run did not write."""
-        assert self.checkpointer is not None
         stem, suffix = os.path.splitext(f"{self._folder.rstrip('/')}/{name}")
         for version in itertools.count():
             path = f"{stem}-v{version}{suffix}" if version else f"{stem}{suffix}"
@@ -146,7 +143,6 @@ class Retention:
             self._committed(event)
 
     def _keep_newest(self, path: str) -> None:
-        assert self.checkpointer is not None
         ledger = [*(each for each in self._ledger if each != path), path]
         self._ledger = ledger[-self._keep :]
         for each in ledger[: -self._keep]:
@@ -168,19 +164,16 @@ class Retention:
 
     def is_saved_within(self, seconds: float | None) -> bool:
         """Wait for what this rank writes, for so long; whether all of it is durable."""
-        if self.checkpointer is not None:
-            try:
-                self.checkpointer.wait(seconds)
-                self.collect()
-                self.checkpointer.wait(seconds)  # for removals
-            except TimeoutError:
-                return False
+        try:
+            self.checkpointer.wait(seconds)
+            self.collect()
+            self.checkpointer.wait(seconds)  # for removals
+        except TimeoutError:
+            return False
         return True
 
     def close(self, *, patiently: bool) -> None:
         """Give the folder back; ``patiently``: when everything is durable."""
-        if self.checkpointer is None:
-            return
         limit = None if patiently else _PATIENCE
         is_saved = self.is_saved_within(limit)
         try:

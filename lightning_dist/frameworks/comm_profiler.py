@@ -25,8 +25,8 @@ from typing_extensions import override
 
 from lightning_dist.base.log import warn
 from lightning_dist.base.private import before_compile
-from lightning_dist.frameworks.fabric.private import without_fabric
 from lightning_dist.frameworks.lightning import rank_zero
+from lightning_dist.frameworks.lightning.private import without_fabric
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
 from lightning_dist.profiling.capture.events import FINISHED, ErrorRecord

@@ -418,7 +418,7 @@ def save_files(checkpointer: Checkpointer, group: Any, target: str) -> None:
 
 
 def take_turn(checkpointer: Checkpointer, group: Any, target: str) -> None:
-    saves = Saves(checkpointer, CheckpointSettings(), ranks=Ranks(group), warn=print)
+    saves = Saves(checkpointer, ranks=Ranks(group), warn=print)
     saves.agree({}, error=saves.await_turn())
 
 

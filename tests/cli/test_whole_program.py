@@ -308,7 +308,7 @@ HIERARCHICAL = "\n".join(f"hierarchical={word}" for word in ("true", "false", "a
     [
         ("lightning-dist profile whatif --codec in", "int8\nint4"),
         ("lightning-dist profile whatif --codec d", "ddp\ndgc"),
-        ("lightning-dist config --set st", "start_step="),
+        ("lightning-dist config --set sta", "start_step=\nstate_update="),
         ("lightning-dist config --set codec=to", "codec=topk"),
         ("lightning-dist config --set codec=topk:", "\n".join(TOPK)),
         ("lightning-dist config --set codec=topk:ratio=0.1,v", "codec=topk:ratio=0.1,values="),

@@ -90,7 +90,7 @@ def test_a_step_that_any_rank_has_begun_is_repeated() -> None:
     pause = Outage(members=("0.0.0", "0.1.0", "0.2.0"))
     generation = Generation(1, members=("0.0.0", "0.1.1", "0.2.0"))
     pause.enter(generation, [(1.0, "", False), (None, "", False), (1.0, "", True)])
-    assert pause.change(generation, step=6).is_redone
+    assert pause.report(generation, step=6).is_redone
 
 
 def test_the_norm_of_lost_residuals_is_that_of_as_many_others() -> None:

@@ -319,7 +319,6 @@ class Kept:
     def save(self, step: int) -> None:
         path = self.retention.begin(f"{step}.ckpt")
         assert path is not None
-        assert self.retention.checkpointer is not None
         self.retention.checkpointer.save({"step": torch.tensor(step)}, path, step=step)
         assert self.retention.is_saved_within(20)
 
@@ -414,9 +413,9 @@ def test_a_new_leader_copies_lazily_as_the_one_before(tmp_path: Path) -> None:
     )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     retention.saves.watch([optimizer])
-    assert retention.checkpointer is None
+    assert not retention.saves.writes
     members.ranks.leader = 0
     retention.move(members, run="run", restricted=False)
-    assert retention.checkpointer is not None
+    assert retention.saves.writes
     assert retention.checkpointer._snapshots.optimizers == [optimizer]
     retention.close(patiently=True)

@@ -241,16 +241,18 @@ class UserLoop(RecoverableLoop):
 
     @override
     def write(self, path: str) -> None:
-        checkpointer = self.session.retention.checkpointer
+        saves = self.session.retention.saves
         place = self.session.describe(rng=self.generators.capture())
         leader, sharded = self.session.members.ranks.leader, self._settings.saving.sharded
         spreads: list[Spread] = []
         objects = self.objects.state_dict(leader=leader, spreads=spreads if sharded else None)
 
         def save() -> None:
-            if checkpointer is not None:
+            if saves.writes:
                 state = {KEY: place, **objects}
-                checkpointer.save(state, path, step=self.steps, sharded=sharded, spreads=spreads)
+                saves.checkpointer.save(
+                    state, path, step=self.steps, sharded=sharded, spreads=spreads
+                )
 
         self.session.members.ranks.on_each(save)
 

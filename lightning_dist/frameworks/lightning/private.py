@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torch import nn
 
 from lightning_dist.base.features import LIGHTNING
 
@@ -53,3 +54,10 @@ def restricted(weights_only: bool | None) -> dict[str, Any]:
     """The argument ``weights_only`` of functions that load checkpoints, where they have it."""
     has_it = "weights_only" in signature(Strategy.load_checkpoint).parameters
     return {"weights_only": weights_only} if has_it else {}
+
+
+# Fabric's `module` is the one that the user gave, without DDP.
+def without_fabric(model: nn.Module) -> nn.Module:
+    """The module that Fabric has wrapped for a user; the model itself if it has not."""
+    inner: nn.Module = getattr(model, "_forward_module", model)
+    return inner

@@ -74,11 +74,7 @@ class AsyncStateCheckpointer:
         self._ranks = Ranks(group)
         self._checkpointer = Checkpointer(self._settings, group=group)
         self._saves = Saves(
-            self._checkpointer,
-            self._settings,
-            ranks=self._ranks,
-            warn=self._warn,
-            ended=self._ended,
+            self._checkpointer, ranks=self._ranks, warn=self._warn, ended=self._ended
         )
         self._under_way: dict[str, tuple[str, Scratch]] = {}  # target and files, by save id
         self._swept: set[str] = set()

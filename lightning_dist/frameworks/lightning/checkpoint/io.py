@@ -141,8 +141,7 @@ class AsyncTorchCheckpointIO(TorchCheckpointIO):
             ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             checkpointer = Checkpointer(self.settings, ranks=ranks)
             alone = Ranks(None)  # others do not write, and this rank does not tell them
-            self._saves = Saves(checkpointer, self.settings, ranks=alone, warn=rank_zero.warn)
-        assert self._saves.checkpointer is not None
+            self._saves = Saves(checkpointer, ranks=alone, warn=rank_zero.warn)
         self._saves.checkpointer.open(folder, alone=self._alone)
         return self._saves.checkpointer
 

@@ -121,12 +121,13 @@ class CheckpointSession(Saves):
         self._group: dist.ProcessGroup | None = None
         if sharded and trainer.world_size > 1:
             self._group = new_group_of_all("saves")
-        writer: Checkpointer | None = None
-        if trainer.is_global_zero or sharded:
-            writer = Checkpointer(settings, group=self._group, ranks=trainer.world_size)
         self._all = _TrainerRanks(trainer)
         super().__init__(
-            writer, settings, ranks=self._all, warn=rank_zero.warn, ended=self._report_end
+            Checkpointer(settings, group=self._group, ranks=trainer.world_size),
+            ranks=self._all,
+            writes=trainer.is_global_zero or sharded,
+            warn=rank_zero.warn,
+            ended=self._report_end,
         )
 
     @property
@@ -207,7 +208,7 @@ class CheckpointSession(Saves):
 
     def is_pending(self, path: str) -> bool:
         """Whether ``path`` is being written, or linked to."""
-        return self.checkpointer is not None and self.checkpointer.is_pending(path)
+        return self.checkpointer.is_pending(path)
 
     @override
     def wait(self, timeout: float | None = None) -> None:
@@ -216,8 +217,7 @@ class CheckpointSession(Saves):
         Raises:
             TimeoutError: after ``timeout`` seconds.
         """
-        if self.checkpointer is not None:
-            self.checkpointer.wait(timeout)
+        self.checkpointer.wait(timeout)
 
     def deliver(self) -> None:
         """Report outcomes of saves since the last call to the user and loggers.
@@ -285,11 +285,10 @@ class CheckpointSession(Saves):
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until everything is written, linked and removed, and take the outcomes."""
-        if self.checkpointer is not None:
-            if self.checkpointer.busy:
-                rank_zero.info("Waiting until the last checkpoint is written")
-            self.checkpointer.wait(timeout)
-            self.poll()
+        if self.checkpointer.busy:
+            rank_zero.info("Waiting until the last checkpoint is written")
+        self.checkpointer.wait(timeout)
+        self.poll()
 
     @override
     def close(self, timeout: float | None = None) -> None:
@@ -298,8 +297,6 @@ class CheckpointSession(Saves):
         Args:
             timeout: seconds after which the writer is left to itself.
         """
-        if self.checkpointer is None:
-            return
         deadline = None if timeout is None else time.monotonic() + timeout
         with suppress(TimeoutError):
             self.drain(timeout)
@@ -318,8 +315,7 @@ class CheckpointSession(Saves):
 
     def _end_in_order(self) -> None:
         try:
-            if self.checkpointer is not None:
-                self.checkpointer.close()
+            self.checkpointer.close()
         finally:
             destroy(self._group)
 

@@ -118,7 +118,7 @@ def save_trainer(
         _save(trainer, saves, path, sharded=sharded, weights_only=weights_only)
 
     run_collective(trainer.strategy, save)
-    if saves.checkpointer is not None and at_once:
+    if at_once:
         saves.checkpointer.wait_for_copy()
     saves.metrics.blocking_ms = saves.blocking[path] = (time.perf_counter() - began) * 1e3
 
@@ -136,7 +136,7 @@ def _save(
         try:
             checkpoint = private.dump_checkpoint(trainer, weights_only=weights_only)
             strategy.save_checkpoint(checkpoint, path)
-            if checkpointer is not None and not trainer.is_global_zero:
+            if saves.writes and not trainer.is_global_zero:
                 io.save_checkpoint(checkpoint, path)
         finally:
             strategy.checkpoint_io = usual

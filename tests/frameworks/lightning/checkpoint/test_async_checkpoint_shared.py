@@ -133,6 +133,8 @@ class _Polled:
 
     last_committed: Committed | None = None
 
+    settings = CheckpointSettings()
+
     def __init__(self, *events: Failed) -> None:
         self.events = list(events)
 
@@ -147,7 +149,7 @@ def failed(step: int, *, dropped: bool = False) -> Failed:
 
 def test_all_failures_are_said() -> None:
     polled: Any = _Polled(failed(1), failed(2, dropped=True), failed(3))
-    saves = Saves(polled, CheckpointSettings(), ranks=Ranks(None), warn=warnings.warn)
+    saves = Saves(polled, ranks=Ranks(None), warn=warnings.warn)
     with (
         pytest.warns(UserWarning, match="of step 2 was not written") as warned,
         pytest.raises(CheckpointError) as error,
