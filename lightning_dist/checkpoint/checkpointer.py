@@ -192,7 +192,7 @@ class Checkpointer:
         else:
             content, owned = self._pickled(state), self._snapshots.owned()
             divided = plan(content, owned=owned, overlap=self._snapshots.overlap)
-            self._snapshots.take(SaveFile(origin, target, divided.pieces), divided, owned)
+            self._snapshots.take(SaveFile(origin, target, divided.ranges), divided, owned)
         if self.settings.snapshot == "sync":
             self.wait()
         self._metrics.blocking_ms = (time.perf_counter() - began) * 1e3
@@ -229,7 +229,7 @@ class Checkpointer:
         save = SaveFolder(
             origin,
             target,
-            divided.pieces,
+            divided.ranges,
             self._together.rank,
             divided.records,
             tuple(divided.spread.items()),
@@ -238,7 +238,7 @@ class Checkpointer:
         try:
             self._snapshots.take(save, divided, owned)
         except Exception as error:
-            self._queue.send(replace(save, pieces=(), dropped=str(error)))
+            self._queue.send(replace(save, ranges=(), dropped=str(error)))
             raise
 
     def _agree(

@@ -195,7 +195,7 @@ class WriterQueue:
         """Send ``save`` to the writer.
 
         Args:
-            memory: where its pieces lie.
+            memory: where its ranges lie.
             prepare: called before, on another thread; returns why the save has to be dropped, or
                 an empty string.
         """
@@ -285,7 +285,7 @@ class WriterQueue:
 
     def _put_prepared(self, save: Save, memory: SnapshotMemory | None, copied: Future[str]) -> None:
         if problem := copied.result():  # the writer and the other ranks have to know
-            save = replace(save, pieces=(), dropped=problem)
+            save = replace(save, ranges=(), dropped=problem)
         self._put(save, memory, self.writer)
 
     def _put(self, job: Job, memory: SnapshotMemory | None, writer: AnyWriter | None) -> None:

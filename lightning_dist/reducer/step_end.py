@@ -89,7 +89,7 @@ def add_residuals(
             gradient.copy_(torch.add(gradient, kept.to(device) * scale, alpha=weight))
 
 
-_PIECE = 1 << 18  # elements that change places at once: a CPU allocates no second bucket for it
+_CHUNK = 1 << 18  # elements that change places at once: a CPU allocates no second bucket for it
 
 
 class DelayedMeans:
@@ -124,8 +124,8 @@ class DelayedMeans:
         known = self._memory.get(handle.key)
         if known is not None and known[0] == slices and known[1].dtype == given.dtype:
             memory = known[1]
-            piece = max(len(given), 1) if is_accelerator(given.device) else _PIECE
-            halves = torch.split(given, piece), torch.split(memory, piece)
+            chunk = max(len(given), 1) if is_accelerator(given.device) else _CHUNK
+            halves = torch.split(given, chunk), torch.split(memory, chunk)
             for mine, last in zip(*halves, strict=True):
                 local = mine.clone()
                 mine.copy_(last)

@@ -45,8 +45,8 @@ def owned_tensors(*tensors: Tensor) -> dict[int, Tensor]:
 def filled(divided: SnapshotPlan) -> Snapshot:
     """The snapshot of a plan, copied at once."""
     memory = torch.zeros(divided.nbytes, dtype=torch.uint8)
-    for piece, content in divided.constants:
-        slot = memory[piece.offset : piece.offset + piece.nbytes]
+    for record_range, content in divided.constants:
+        slot = memory[record_range.offset : record_range.offset + record_range.nbytes]
         slot.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     copy_now((*divided.now, *divided.later), memory)
     return memoryview(memory.numpy())
@@ -54,7 +54,7 @@ def filled(divided: SnapshotPlan) -> Snapshot:
 
 def file_save(target: object, state: Any, of: Origin | None = None) -> tuple[SaveFile, Snapshot]:
     divided = plan(pickled(state), owned={}, overlap=False)
-    return SaveFile(of or origin(), str(target), divided.pieces), filled(divided)
+    return SaveFile(of or origin(), str(target), divided.ranges), filled(divided)
 
 
 def folder_saves(
@@ -75,7 +75,7 @@ def folder_saves(
     for rank in range(ranks):
         divided = plan(content, owned=owned, overlap=False, rank=rank, ranks=ranks)
         save = SaveFolder(
-            origin(step, ranks=ranks), str(target), divided.pieces, rank, divided.records,
+            origin(step, ranks=ranks), str(target), divided.ranges, rank, divided.records,
             peer_timeout=peer_timeout,
         )  # fmt: skip
         made.append((save, filled(divided)))

@@ -75,8 +75,10 @@ def test_every_byte_is_written_once(shared: list[int], own: list[int], ranks: in
     found: dict[str, bytes] = dict.fromkeys(plans[0].records, b"")
     for of_rank in plans:
         snapshot = filled(of_rank)
-        for piece in of_rank.pieces:
-            found[piece.record] += snapshot[piece.offset : piece.offset + piece.nbytes]
+        for record_range in of_rank.ranges:
+            found[record_range.record] += snapshot[
+                record_range.offset : record_range.offset + record_range.nbytes
+            ]
     assert {name: found[name] for name in records} == records
     assert found.keys() - records.keys() == {"byteorder", "version"}
 
@@ -86,12 +88,18 @@ def test_shared_bytes_are_divided_evenly_and_rank_0_alone_has_the_rest(
     shared: list[int], own: list[int], ranks: int
 ) -> None:
     plans, _ = divided(shared, own, ranks)
-    shares = [sum(run.piece.nbytes for run in of_rank.later) for of_rank in plans]
+    shares = [
+        sum(storage_range.target.nbytes for storage_range in of_rank.later) for of_rank in plans
+    ]
     assert sum(shares) == sum(shared)
     assert max(shares) - min(shares) <= 1
     first, *others = plans
-    assert sum(run.piece.nbytes for run in first.now) == sum(own)
-    assert {piece.record for piece, _ in first.constants} == {PICKLE, "byteorder", "version"}
+    assert sum(storage_range.target.nbytes for storage_range in first.now) == sum(own)
+    assert {record_range.record for record_range, _ in first.constants} == {
+        PICKLE,
+        "byteorder",
+        "version",
+    }
     assert all((of_rank.now, of_rank.constants) == ((), ()) for of_rank in others)
 
 
@@ -100,13 +108,13 @@ def test_pieces_lie_apart_in_the_order_of_the_archive(
     shared: list[int], own: list[int], ranks: int
 ) -> None:
     for of_rank in divided(shared, own, ranks)[0]:
-        order = [of_rank.records.index(piece.record) for piece in of_rank.pieces]
+        order = [of_rank.records.index(record_range.record) for record_range in of_rank.ranges]
         assert order == sorted(order)
         ends = 0
-        for piece in sorted(of_rank.pieces, key=lambda piece: piece.offset):
-            assert piece.offset >= ends
-            assert piece.offset % 64 == 0
-            ends = piece.offset + piece.nbytes
+        for record_range in sorted(of_rank.ranges, key=lambda record_range: record_range.offset):
+            assert record_range.offset >= ends
+            assert record_range.offset % 64 == 0
+            ends = record_range.offset + record_range.nbytes
         assert ends <= of_rank.nbytes
 
 
@@ -115,9 +123,9 @@ def test_without_overlap_all_is_copied_at_the_trigger() -> None:
     owned = owned_tensors(state["weight"])
     later = plan(pickled(state), owned=owned, overlap=True)
     at_once = plan(pickled(state), owned=owned, overlap=False)
-    assert [run.piece.record for run in later.later] == ["data/0"]
+    assert [storage_range.target.record for storage_range in later.later] == ["data/0"]
     assert at_once.later == ()
-    assert {r.piece for r in (*later.now, *later.later)} == {r.piece for r in at_once.now}
+    assert {r.target for r in (*later.now, *later.later)} == {r.target for r in at_once.now}
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
@@ -164,7 +172,7 @@ def saves(target: str, values: Tensor, parts: Cuts, ranks: int = 3) -> list[Any]
         content = pickled({"before": torch.ones(3), "whole": whole, "after": torch.ones(2)})
         divided = plan(content, owned={}, overlap=False, spreads=spreads, rank=rank, ranks=ranks)
         save = SaveFolder(
-            origin(ranks=ranks), target, divided.pieces, rank, divided.records,
+            origin(ranks=ranks), target, divided.ranges, rank, divided.records,
             tuple(divided.spread.items()), peer_timeout=20,
         )  # fmt: skip
         made.append((save, filled(divided)))
@@ -247,8 +255,8 @@ def test_parts_that_an_optimizer_owns_are_copied_later() -> None:
     }
     owned = {shard.untyped_storage().data_ptr(): shard}
     divided = plan(pickled(wholes), owned=owned, overlap=True, spreads=spreads, rank=1, ranks=2)
-    assert [run.piece.record for run in divided.later] == ["data/0"]
-    assert [run.piece.record for run in divided.now] == ["data/1"]
+    assert [storage_range.target.record for storage_range in divided.later] == ["data/0"]
+    assert [storage_range.target.record for storage_range in divided.now] == ["data/1"]
     assert (divided.complete, divided.spread) == ({"data/0": 32}, {"data/1": 32})
 
 

@@ -156,7 +156,7 @@ def test_a_rank_that_comes_late_learns_of_the_failure_at_once(target: str, dropp
 def test_a_dropped_part_is_no_fault_of_the_disk(target: str) -> None:
     """The others are told at once, and that the next save will do."""
     saves = folder_saves(target, small_state(), 3, peer_timeout=3600)
-    saves[2] = (replace(saves[2][0], pieces=(), dropped="a tensor has changed"), saves[2][1])
+    saves[2] = (replace(saves[2][0], ranges=(), dropped="a tensor has changed"), saves[2][1])
     events = write_folder(saves)
     assert [isinstance(event, Failed) and event.dropped for event in events] == [True] * 3
     reasons = [event.reason for event in events if isinstance(event, Failed)]

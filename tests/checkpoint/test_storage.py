@@ -430,11 +430,11 @@ def test_a_write_that_failed_leaves_the_old_object() -> None:
     write_file(f"{place}/a.ckpt", small_state(1), origin(1))
     events: list[Event] = []
     save, snapshot = file_save(f"{place}/a.ckpt", small_state(2), origin(2))
-    missing = type(save.pieces[0])("data/9", 10, -5)  # its memory is not there
-    torn = type(save)(save.origin, save.target, (*save.pieces, missing))
+    missing = type(save.ranges[0])("data/9", 10, -5)  # its memory is not there
+    torn = type(save)(save.origin, save.target, (*save.ranges, missing))
 
     class Cut:
-        """A snapshot whose last piece cannot be read."""
+        """A snapshot whose last record_range cannot be read."""
 
         def __getitem__(self, index: slice) -> memoryview:
             if index.start < 0:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_dist.checkpoint.disk.format import Origin
-from lightning_dist.checkpoint.disk.jobs import Committed, Event, Piece, SaveFile, SaveFolder
+from lightning_dist.checkpoint.disk.jobs import Committed, Event, RecordRange, SaveFile, SaveFolder
 from lightning_dist.checkpoint.disk.writer import Writer
 
 RECORDS = {"data.pkl": b"p" * 100, "data/0": bytes(range(256)) * 8, "version": b"3\n"}
@@ -27,8 +27,8 @@ def origin(path: str | Path, step: int = 0, *, ranks: int = 1) -> Origin:
 
 
 def save_file(path: str | Path, *, step: int = 0, records: dict[str, bytes] = RECORDS) -> str:
-    pieces, snapshot = _laid_out(records)
-    _done(SaveFile(origin(path, step), str(path), pieces), snapshot)
+    ranges, snapshot = _laid_out(records)
+    _done(SaveFile(origin(path, step), str(path), ranges), snapshot)
     return str(path)
 
 
@@ -41,9 +41,11 @@ def save_sharded(
     def write(rank: int) -> None:
         spans = {n: (len(c) * rank // ranks, len(c) * (rank + 1) // ranks)
                  for n, c in records.items()}  # fmt: skip
-        pieces, snapshot = _laid_out({n: records[n][slice(*span)] for n, span in spans.items()})
-        pieces = tuple(replace(piece, start=spans[piece.record][0]) for piece in pieces)
-        _done(SaveFolder(whole, str(path), pieces, rank, tuple(records)), snapshot)
+        ranges, snapshot = _laid_out({n: records[n][slice(*span)] for n, span in spans.items()})
+        ranges = tuple(
+            replace(record_range, start=spans[record_range.record][0]) for record_range in ranges
+        )
+        _done(SaveFolder(whole, str(path), ranges, rank, tuple(records)), snapshot)
 
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(write, range(ranks)))
@@ -73,10 +75,12 @@ def damage(path: Path, *, at: int | None = None) -> None:
     path.write_bytes(content)
 
 
-def _laid_out(records: dict[str, bytes]) -> tuple[tuple[Piece, ...], bytes]:
+def _laid_out(records: dict[str, bytes]) -> tuple[tuple[RecordRange, ...], bytes]:
     offsets = itertools.accumulate(map(len, records.values()), initial=0)
-    pieces = (Piece(n, len(c), o) for (n, c), o in zip(records.items(), offsets, strict=False))
-    return tuple(pieces), b"".join(records.values())
+    ranges = (
+        RecordRange(n, len(c), o) for (n, c), o in zip(records.items(), offsets, strict=False)
+    )
+    return tuple(ranges), b"".join(records.values())
 
 
 def _done(job: SaveFile | SaveFolder, snapshot: bytes) -> None:

@@ -97,7 +97,9 @@ def watch_copies(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     def take(self: Snapshots, save: Any, divided: SnapshotPlan, owned: Any) -> None:
         runs = divided.now, divided.later
-        copied.append(tuple(sum(run.piece.nbytes for run in each) for each in runs))
+        copied.append(
+            tuple(sum(storage_range.target.nbytes for storage_range in each) for each in runs)
+        )
         usual(self, save, divided, owned)
 
     patch.setattr(Snapshots, "take", take)

@@ -121,7 +121,7 @@ class SharedFolder:
         save = self.save
         files: list[File] = []
         parts: list[Part] = []
-        if save.pieces:
+        if save.ranges:
             name = self._shard_name
             with self.storage.creating(f"{self._staged}/{name}") as sink:
                 file, parts = write_shard(sink, name, save, snapshot)
@@ -130,7 +130,7 @@ class SharedFolder:
             if "/" in name:
                 self.storage.make_folder(f"{self._staged}/{name.rpartition('/')[0]}")
             files.append(copy_file(source, self.storage, f"{self._staged}/{name}", name))
-        placed = zip(save.pieces, parts, strict=True)
+        placed = zip(save.ranges, parts, strict=True)
         return Receipt(tuple(files), tuple((p.record, p.start, part) for p, part in placed))
 
     def _publish(self, own: Receipt) -> Manifest:

@@ -231,7 +231,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of bytes of a record, and where it lies in a file of the folder.
+    """Contiguous bytes of a record, and where it lies in a file of the folder.
 
     Without a file it is zeros.
     """

@@ -15,8 +15,8 @@ from lightning_dist.checkpoint.disk.storage.base import SLICE
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of bytes of a record, from ``start``, and where it lies in the snapshot."""
+class RecordRange:
+    """Contiguous bytes of a record, from ``start``, and where it lies in the snapshot."""
 
     record: str
     nbytes: int
@@ -30,7 +30,7 @@ class Save:
 
     origin: Origin
     target: str
-    pieces: tuple[Piece, ...]
+    ranges: tuple[RecordRange, ...]
     """Records that this rank writes, in the order of the archive."""
     dropped: str = field(default="", kw_only=True)
     """Reason why nothing is written; later jobs must know that this one failed."""
@@ -132,9 +132,9 @@ Event = Committed | Failed | Done
 
 
 def write_archive(sink: Sink, save: SaveFile, snapshot: memoryview) -> int:
-    """Write ``save`` as one archive; returns its bytes. Every piece is a whole record."""
+    """Write ``save`` as one archive; returns its bytes. Every record_range is a whole record."""
     archive = Archive()
-    names = [RECORD, *(piece.record for piece in save.pieces)]
+    names = [RECORD, *(record_range.record for record_range in save.ranges)]
     contents = [memoryview(save.origin.to_json()), *_contents(save, snapshot)]
     for name, (content, checksum) in zip(names, with_checksums(contents), strict=True):
         sink.write(archive.header(name, content.nbytes, checksum))
@@ -145,7 +145,10 @@ def write_archive(sink: Sink, save: SaveFile, snapshot: memoryview) -> int:
 
 
 def _contents(save: Save, snapshot: memoryview) -> list[memoryview]:
-    return [snapshot[piece.offset : piece.offset + piece.nbytes] for piece in save.pieces]
+    return [
+        snapshot[record_range.offset : record_range.offset + record_range.nbytes]
+        for record_range in save.ranges
+    ]
 
 
 def with_checksums(contents: list[memoryview]) -> Iterator[tuple[memoryview, int]]:
@@ -157,10 +160,10 @@ def with_checksums(contents: list[memoryview]) -> Iterator[tuple[memoryview, int
 def write_shard(
     sink: Sink, name: str, save: SaveFolder, snapshot: memoryview
 ) -> tuple[File, list[Part]]:
-    """Write this rank's pieces, one after the other.
+    """Write this rank's ranges, one after the other.
 
     Returns:
-        the file, and where in it the pieces are, in their order.
+        the file, and where in it the ranges are, in their order.
     """
     parts: list[Part] = []
     position = 0
@@ -184,8 +187,8 @@ def copy_file(source: str, storage: Storage, path: str, name: str) -> File:
 
 
 def content_nbytes(save: Save) -> int:
-    """Bytes of the pieces and the files of ``save``; a file that is missing counts as empty."""
-    nbytes = sum(piece.nbytes for piece in save.pieces)
+    """Bytes of the ranges and the files of ``save``; a file that is missing counts as empty."""
+    nbytes = sum(record_range.nbytes for record_range in save.ranges)
     for _, path in save.files if isinstance(save, SaveFolder) else ():
         with suppress(OSError):
             nbytes += os.stat(path).st_size

@@ -78,7 +78,7 @@ class Writer:
         """Do one job and report it; raises nothing but what ends the process.
 
         Args:
-            snapshot: what the pieces of a save lie in.
+            snapshot: what the ranges of a save lie in.
         """
         try:
             if isinstance(job, Save):
@@ -177,7 +177,7 @@ def _require_space(storage: Storage, save: Save, target: str) -> None:
 def _nbytes(save: Save) -> int:
     if isinstance(save, SaveFile):
         described = (RECORD, len(save.origin.to_json()))
-        return archive_nbytes([described, *((p.record, p.nbytes) for p in save.pieces)])
+        return archive_nbytes([described, *((p.record, p.nbytes) for p in save.ranges)])
     return content_nbytes(save)
 
 

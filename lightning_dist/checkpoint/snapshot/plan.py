@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.serialization import DEFAULT_PROTOCOL
 
-from lightning_dist.checkpoint.disk.jobs import Piece
+from lightning_dist.checkpoint.disk.jobs import RecordRange
 from lightning_dist.checkpoint.private import describe_storage, identity_of, location_of
 from lightning_dist.ranks.facts import Spread
 
@@ -83,7 +83,7 @@ class StorageRange:
 
     storage: torch.UntypedStorage
     start: int
-    piece: Piece
+    target: RecordRange
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class SnapshotPlan:
     goes on. ``nbytes`` is what the snapshot takes.
     """
 
-    constants: tuple[tuple[Piece, bytes], ...]
+    constants: tuple[tuple[RecordRange, bytes], ...]
     now: tuple[StorageRange, ...]
     later: tuple[StorageRange, ...]
     nbytes: int
@@ -106,11 +106,11 @@ class SnapshotPlan:
     """Those that are spread and may have none."""
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def ranges(self) -> tuple[RecordRange, ...]:
         """In the order of the archive."""
-        found = [piece for piece, _ in self.constants]
-        found += [run.piece for run in (*self.now, *self.later)]
-        return tuple(sorted(found, key=lambda piece: piece.offset))
+        found = [record_range for record_range, _ in self.constants]
+        found += [storage_range.target for storage_range in (*self.now, *self.later)]
+        return tuple(sorted(found, key=lambda record_range: record_range.offset))
 
 
 Owned = Mapping[int, Tensor]
@@ -149,22 +149,22 @@ def plan(
 ) -> SnapshotPlan:
     """Divide a checkpoint.
 
-    With several ranks, what the optimizers own is alike on all of them: each takes a run of equal
+    With several ranks, what the optimizers own is alike on all of them: each takes a range of equal
     length of all that, in the order of the archive. Of what is spread each takes what it has. The
     rest differs from rank to rank (buffers, random states, the pickle itself); there rank 0 speaks
     for all, as in every DDP checkpoint.
     """
-    constants: list[tuple[Piece, bytes]] = []
+    constants: list[tuple[RecordRange, bytes]] = []
     now: list[StorageRange] = []
     later: list[StorageRange] = []
     used = 0
 
-    def place(record: str, nbytes: int, start: int = 0) -> Piece:
+    def place(record: str, nbytes: int, start: int = 0) -> RecordRange:
         """The next bytes of the snapshot, for those of ``record`` from ``start``."""
         nonlocal used
-        piece = Piece(record, nbytes, used, start)
+        record_range = RecordRange(record, nbytes, used, start)
         used += nbytes + -nbytes % _ALIGNMENT
-        return piece
+        return record_range
 
     shared = sum(s.nbytes() for s in pickled.storages if s.data_ptr() in owned)
     low, high = shared * rank // ranks, shared * (rank + 1) // ranks
@@ -179,15 +179,17 @@ def plan(
             for start, part in spreads[address].runs():
                 assert part.is_contiguous()
                 first = int(part.storage_offset()) * part.element_size()
-                run = StorageRange(part.untyped_storage(), first, place(record, part.nbytes, start))
-                is_owned = run.storage.data_ptr() in owned
-                (later if overlap and is_owned else now).append(run)
+                copied = StorageRange(
+                    part.untyped_storage(), first, place(record, part.nbytes, start)
+                )
+                is_owned = copied.storage.data_ptr() in owned
+                (later if overlap and is_owned else now).append(copied)
         elif address in owned:
             start, end = (min(max(bound - passed, 0), nbytes) for bound in (low, high))
             passed += nbytes
             if start < end:
-                run = StorageRange(content, start, place(record, end - start, start))
-                (later if overlap else now).append(run)
+                copied = StorageRange(content, start, place(record, end - start, start))
+                (later if overlap else now).append(copied)
         elif rank == 0:
             now.append(StorageRange(content, 0, place(record, nbytes)))
     sizes: dict[bool, dict[str, int]] = {True: {}, False: {}}

@@ -31,11 +31,11 @@ _WORD = torch.int64
 """Copied as these where their number is whole: one by one, bytes take a sixth longer."""
 
 
-def copy_now(runs: Iterable[StorageRange], snapshot: Tensor) -> None:
+def copy_now(ranges: Iterable[StorageRange], snapshot: Tensor) -> None:
     """Copy on the calling thread; returns when the bytes are there."""
-    for run in runs:
-        slot, content = _slot(run, snapshot), _content(run)
-        if run.start % _WORD.itemsize == 0 and slot.nbytes % _WORD.itemsize == 0:
+    for storage_range in ranges:
+        slot, content = _slot(storage_range, snapshot), _content(storage_range)
+        if storage_range.start % _WORD.itemsize == 0 and slot.nbytes % _WORD.itemsize == 0:
             slot, content = slot.view(_WORD), content.view(_WORD)
         slot.copy_(content)
 
@@ -48,7 +48,7 @@ class LaterCopy:
     must not step (:class:`Fence`).
     """
 
-    runs: tuple[StorageRange, ...]
+    ranges: tuple[StorageRange, ...]
     snapshot: Tensor
     owned: Owned
     _versions: Mapping[int, int] = field(init=False)
@@ -57,8 +57,8 @@ class LaterCopy:
 
     def __post_init__(self) -> None:
         self._versions = {address: version_of(tensor) for address, tensor in self.owned.items()}
-        self._before = tuple(map(_samples_of, self.runs))
-        for device in {run.storage.device for run in self.runs}:
+        self._before = tuple(map(_samples_of, self.ranges))
+        for device in {storage_range.storage.device for storage_range in self.ranges}:
             if is_accelerator(device):
                 module = device_module(device)
                 side = self._streams[device] = module.Stream(device)
@@ -67,24 +67,26 @@ class LaterCopy:
     def run(self) -> str:
         """Copy everything; returns what has been changed meanwhile, empty if nothing."""
         try:
-            for run in self.runs:
-                self._copy(run)
+            for storage_range in self.ranges:
+                self._copy(storage_range)
         finally:
             for stream in self._streams.values():
                 stream.synchronize()
         return self._torn()
 
-    def _copy(self, run: StorageRange) -> None:
-        device, slot = run.storage.device, _slot(run, self.snapshot)
+    def _copy(self, storage_range: StorageRange) -> None:
+        device, slot = storage_range.storage.device, _slot(storage_range, self.snapshot)
         stream = self._streams.get(device)
         if stream is not None:
             with device_module(device).stream(stream):
-                slot.copy_(_content(run), non_blocking=True)
+                slot.copy_(_content(storage_range), non_blocking=True)
         elif device.type == "cpu":
             # Not Tensor.copy_: its threads would take the training's cores.
-            ctypes.memmove(slot.data_ptr(), run.storage.data_ptr() + run.start, slot.nbytes)
+            ctypes.memmove(
+                slot.data_ptr(), storage_range.storage.data_ptr() + storage_range.start, slot.nbytes
+            )
         else:
-            slot.copy_(_content(run))
+            slot.copy_(_content(storage_range))
 
     def _torn(self) -> str:
         """Names a tensor that was changed outside an optimizer step while it was copied.
@@ -93,31 +95,37 @@ class LaterCopy:
         bytes are compared too: those of the trigger, of the copy and of now.
         """
         base = self.snapshot.data_ptr()
-        for run, before in zip(self.runs, self._before, strict=True):
-            tensor = self.owned[run.storage.data_ptr()]
-            changed = version_of(tensor) != self._versions[run.storage.data_ptr()]
+        for storage_range, before in zip(self.ranges, self._before, strict=True):
+            tensor = self.owned[storage_range.storage.data_ptr()]
+            changed = version_of(tensor) != self._versions[storage_range.storage.data_ptr()]
             if before and not changed:
-                copied = _samples(base + run.piece.offset, run.piece.nbytes)
-                changed = not before == copied == _samples_of(run)
+                copied = _samples(base + storage_range.target.offset, storage_range.target.nbytes)
+                changed = not before == copied == _samples_of(storage_range)
             if changed:
                 return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"
         return ""
 
 
-def _content(run: StorageRange) -> Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=run.storage.device).set_(run.storage)
-    return whole[run.start : run.start + run.piece.nbytes]
+def _content(storage_range: StorageRange) -> Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage_range.storage.device).set_(
+        storage_range.storage
+    )
+    return whole[storage_range.start : storage_range.start + storage_range.target.nbytes]
 
 
-def _slot(run: StorageRange, snapshot: Tensor) -> Tensor:
-    return snapshot[run.piece.offset : run.piece.offset + run.piece.nbytes]
+def _slot(storage_range: StorageRange, snapshot: Tensor) -> Tensor:
+    return snapshot[
+        storage_range.target.offset : storage_range.target.offset + storage_range.target.nbytes
+    ]
 
 
-def _samples_of(run: StorageRange) -> bytes:
+def _samples_of(storage_range: StorageRange) -> bytes:
     """Empty on an accelerator, where reading them would wait for all that is queued."""
-    if run.storage.device.type != "cpu":
+    if storage_range.storage.device.type != "cpu":
         return b""
-    return _samples(run.storage.data_ptr() + run.start, run.piece.nbytes)
+    return _samples(
+        storage_range.storage.data_ptr() + storage_range.start, storage_range.target.nbytes
+    )
 
 
 def _samples(address: int, nbytes: int) -> bytes:
@@ -246,8 +254,10 @@ class Snapshots:
         self._require_memory(divided)
         memory = self._queue.memory()
         snapshot = memory.reserve(divided.nbytes)
-        for piece, content in divided.constants:
-            snapshot[piece.offset : piece.offset + piece.nbytes] = _as_tensor(content)
+        for record_range, content in divided.constants:
+            snapshot[record_range.offset : record_range.offset + record_range.nbytes] = _as_tensor(
+                content
+            )
         copy_now(divided.now, snapshot)
         if not divided.later:
             self._queue.send(save, memory)

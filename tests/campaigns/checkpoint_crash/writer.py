@@ -18,7 +18,7 @@ from lightning_dist.checkpoint.disk.jobs import (
     Event,
     Failed,
     Link,
-    Piece,
+    RecordRange,
     Remove,
     Save,
     SaveFile,
@@ -95,16 +95,16 @@ def saves_of(
 ) -> tuple[Save, memoryview]:
     """The job of one rank, and the snapshot for it. Every rank has a part of every record."""
     origin = Origin(f"{step:016x}", step, 10**18 + step, scenario.ranks)
-    pieces, snapshot = [], b""
+    ranges, snapshot = [], b""
     for record, content in contents(step, scenario.nbytes).items():
         low, high = (len(content) * r // scenario.ranks for r in (rank, rank + 1))
-        pieces.append(Piece(record, high - low, len(snapshot), low))
+        ranges.append(RecordRange(record, high - low, len(snapshot), low))
         snapshot += content[low:high]
         snapshot += bytes(-len(snapshot) % _ALIGNMENT)
     target = scenario.target(folder, step)
     if scenario.layout == "single":
-        return SaveFile(origin, target, tuple(pieces)), memoryview(snapshot)
-    save = SaveFolder(origin, target, tuple(pieces), rank, RECORDS, peer_timeout=peer_timeout)
+        return SaveFile(origin, target, tuple(ranges)), memoryview(snapshot)
+    save = SaveFolder(origin, target, tuple(ranges), rank, RECORDS, peer_timeout=peer_timeout)
     return save, memoryview(snapshot)
 
 
