@@ -36,9 +36,9 @@ from benchmarks.harness.launch import run_ranks
 from benchmarks.harness.results import is_missing, parser_of, positive, recording
 from benchmarks.harness.tables import Table, pivot
 from lightning_dist import compress_ddp
+from lightning_dist.base.exchanges import UNIT_ELEMENTS
 from lightning_dist.codecs import CODECS, resolve_codec
 from lightning_dist.measurement.microbenchmark import CodecWork
-from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 _SEED = 1
 _UNITS = 25

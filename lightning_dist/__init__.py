@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from lightning_dist.frameworks.lightning.strategy import CompressedDDPStrategy
     from lightning_dist.profiling.metrics import CompressionError, ExchangedVolume
     from lightning_dist.sync.ddp import compress_ddp
-    from lightning_dist.sync.fsdp.attach import compress_fsdp
+    from lightning_dist.sync.fsdp.replicas import compress_fsdp
     from lightning_dist.sync.local.updates import local_updates
     from lightning_dist.sync.onebit_adam import OneBitAdam
 
@@ -74,7 +74,7 @@ _HOME = {
     "LocalUpdateStrategy": "frameworks.lightning.ddp",
     "OneBitAdam": "sync.onebit_adam",
     "compress_ddp": "sync.ddp",
-    "compress_fsdp": "sync.fsdp.attach",
+    "compress_fsdp": "sync.fsdp.replicas",
     "init_process_group": "elastic.launcher.rendezvous",
     "local_updates": "sync.local.updates",
 }

@@ -137,9 +137,9 @@ class Codec(ABC):
     def __str__(self) -> str:
         """As in ``codec="..."``: the name, and the options that differ from the defaults."""
         given = (
-            f"{each.name}={_text(getattr(self, each.name))}"
-            for each in fields(self)
-            if getattr(self, each.name) != each.default
+            f"{option.name}={_text(getattr(self, option.name))}"
+            for option in fields(self)
+            if getattr(self, option.name) != option.default
         )
         options = ",".join(given)
         return f"{self.name}:{options}" if options else self.name

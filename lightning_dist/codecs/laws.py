@@ -191,9 +191,9 @@ def keys_for(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Tensor | None:
     return block_keys(blocks, salt).view(*x.shape[:-1], 1)
 
 
-def encoded(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Payload:
+def encoded(codec: BlockCodec, x: Tensor) -> Payload:
     """The payload of ``x``."""
-    return codec.encode(x, keys_for(codec, x, salt=salt))
+    return codec.encode(x, keys_for(codec, x))
 
 
 def decoded(codec: BlockCodec, x: Tensor, *, salt: int = 0) -> Tensor:

@@ -68,36 +68,28 @@ class NoMemory(Memory):
 
 @dataclass(frozen=True)
 class ErrorFeedback(Memory):
-    """``p = g + e``, ``e <- p - sent``.
+    """``p = g + decay e``, ``e <- p - sent``; with a ``decay`` below 1 old errors fade.
 
     Seide et al., "1-bit stochastic gradient descent" (Interspeech 2014); Karimireddy et al., "Error
-    feedback fixes SignSGD" (arXiv 1901.09847).
+    feedback fixes SignSGD" (arXiv 1901.09847). With decay, for pseudo-gradients, as in SparseLoCo:
+    Sarfi et al. (arXiv 2508.15706).
     """
 
+    decay: float = 1.0
     kinds: ClassVar[tuple[str, ...]] = ("residual",)
-    in_tables: ClassVar[bool] = True
+
+    @property
+    def in_tables(self) -> bool:  # type: ignore[override]  # depends on the decay
+        return self.decay == 1
 
     def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
-        return x + state[0] * scale
+        kept = state[0] * self.decay if self.decay != 1 else state[0]
+        return x + kept * scale
 
     def after(
         self, x: Tensor, compensated: Tensor, sent: Tensor, state: State, scale: Tensor
     ) -> State:
         return ((compensated - sent) / scale,)
-
-
-@dataclass(frozen=True)
-class DecayedErrorFeedback(ErrorFeedback):
-    """``p = g + decay e``, ``e <- p - sent``: old errors fade.
-
-    For pseudo-gradients, as in SparseLoCo: Sarfi et al. (arXiv 2508.15706).
-    """
-
-    decay: float
-    in_tables: ClassVar[bool] = False
-
-    def compensated(self, x: Tensor, state: State, scale: Tensor) -> Tensor:
-        return x + state[0] * self.decay * scale
 
 
 @dataclass(frozen=True)

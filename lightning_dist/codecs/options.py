@@ -69,7 +69,7 @@ class CodecTable(Mapping[str, type[Codec]]):
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:
-        found: dict[str, EntryPoint] = {}
+        entries: dict[str, EntryPoint] = {}
         for entry in entry_points(group=GROUP):
             if entry.name in self._own:
                 log.warning(
@@ -78,8 +78,8 @@ class CodecTable(Mapping[str, type[Codec]]):
                     entry.value,
                 )
             else:
-                found.setdefault(entry.name, entry)
-        return found
+                entries.setdefault(entry.name, entry)
+        return entries
 
 
 def _load(entry: EntryPoint, *, into: CodecTable) -> None:
@@ -182,7 +182,7 @@ def _nearest(name: str, table: Iterable[str]) -> list[str]:
         return difflib.SequenceMatcher(None, lower, known).ratio()
 
     near = difflib.get_close_matches(lower, table)
-    return [each for each in near if likeness(each) == likeness(near[0])]
+    return [known for known in near if likeness(known) == likeness(near[0])]
 
 
 def _value(value: str, field: Field[Any], kind: type[Codec], text: object) -> Any:

@@ -38,8 +38,8 @@ class _Policy(Codec):
         return tuple(sorted({turn for codec in self._inner() for turn in codec.boundaries()}))
 
     def leaves(self) -> tuple[Codec, ...]:
-        found = (leaf for codec in self._inner() for leaf in codec.leaves())
-        return tuple(dict.fromkeys(found))
+        leaves = (leaf for codec in self._inner() for leaf in codec.leaves())
+        return tuple(dict.fromkeys(leaves))
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class ByName(_Policy):
         otherwise = self.otherwise.for_tensor(name, shape, step=step)
         for pattern, codec in self.rules:
             if re.search(pattern, name):
-                found = codec.for_tensor(name, shape, step=step)
-                return raw_beside(otherwise) if found.lossless else found
+                chosen = codec.for_tensor(name, shape, step=step)
+                return raw_beside(otherwise) if chosen.lossless else chosen
         return otherwise
 
     def __str__(self) -> str:

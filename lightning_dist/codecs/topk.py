@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import BlockCodec, Codec, Native, Payload, Plane
-from lightning_dist.codecs.memory import DecayedErrorFeedback, Memory
+from lightning_dist.codecs.memory import ErrorFeedback, Memory
 from lightning_dist.codecs.scales import (
     HEADROOM,
     SMALLEST_NORMAL,
@@ -89,7 +89,7 @@ class TopK(BlockCodec):
 
     def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
         plain = super().memory(error_feedback)
-        return DecayedErrorFeedback(self.decay) if plain.kinds and self.decay < 1 else plain
+        return ErrorFeedback(self.decay) if plain.kinds and self.decay < 1 else plain
 
     @property
     def native(self) -> Native | None:
@@ -183,7 +183,9 @@ def _in_two_bits(values: Tensor) -> tuple[Tensor, Tensor]:
     shares = sizes / largest_size.clamp_min(SMALLEST_NORMAL)  # whose sum is finite
     large = shares > shares.mean(-1, keepdim=True)
     counts = torch.stack([(~large).sum(-1), large.sum(-1)], dim=-1).clamp_min(1)
-    sums = torch.stack([shares.masked_fill(each, 0.0).sum(-1) for each in (large, ~large)], dim=-1)
+    sums = torch.stack(
+        [shares.masked_fill(group, 0.0).sum(-1) for group in (large, ~large)], dim=-1
+    )
     means = (sums / counts * largest_size).to(torch.float32)
     magnitudes = cut_to_bfloat16(means).to(torch.bfloat16)
     return pack(2 * large.to(torch.int32) + (values < 0), bits=2), magnitudes
@@ -228,8 +230,8 @@ def _among_columns(bits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns = groups.amax(-2).topk(k, sorted=False).indices
     shape = (*columns.shape[:-1], _GROUP, k)
     candidates = groups.gather(-1, columns.unsqueeze(-2).expand(shape)).flatten(-2)
-    sizes, found = candidates.topk(k)
-    return sizes, found // k * groups.shape[-1] + columns.gather(-1, found % k)
+    sizes, order = candidates.topk(k)
+    return sizes, order // k * groups.shape[-1] + columns.gather(-1, order % k)
 
 
 def pack_places(places: Tensor) -> Tensor:

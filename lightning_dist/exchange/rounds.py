@@ -15,7 +15,7 @@ reused; an exchange is used for one step at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NotRequired, TypedDict
@@ -32,8 +32,8 @@ from lightning_dist.ranks.traffic import Sent
 
 
 @torch.no_grad()
-def replicate(tensors: Mapping[str, Tensor], channel: Channel, *, owner: int = 0) -> None:
-    """Copy ``tensors`` of rank ``owner`` of the channel's group to all its ranks, in place.
+def replicate(tensors: Mapping[str, Tensor], channel: Channel) -> None:
+    """Copy ``tensors`` of rank 0 of the channel's group to all its ranks, in place.
 
     Collective. A collective takes the memory of a tensor, from its first element on, whatever its
     strides: so it is sent from contiguous memory, and copied element by element. Of a tensor that
@@ -53,7 +53,7 @@ def replicate(tensors: Mapping[str, Tensor], channel: Channel, *, owner: int = 0
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}; register a clone of it"
             )
         sent = held.contiguous()
-        channel.broadcast(sent, owner=owner).wait()
+        channel.broadcast(sent, owner=0).wait()
         if sent.data_ptr() != held.data_ptr():
             held.copy_(sent)
 
@@ -75,7 +75,7 @@ def _overlaps(tensor: Tensor) -> bool:
     """True unless each dimension steps over all elements of the dimensions inside it."""
     inside = 0
     dimensions = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(each for each in dimensions if each[1] > 1):
+    for stride, size in sorted(dimension for dimension in dimensions if dimension[1] > 1):
         if stride <= inside:
             return True
         inside += stride * (size - 1)
@@ -125,7 +125,7 @@ class PayloadMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
         self._turn = self._taken = 0
 
     def restart(self, turn: int | None = None) -> None:
@@ -139,11 +139,15 @@ class PayloadMemory:
     def take(self, size: int) -> Tensor:
         """Flat uint8 memory of ``size`` bytes, for the next exchange of the turn."""
         key, self._taken = (self._turn, self._taken), self._taken + 1
-        found = self._buffers.get(key)
-        if found is None or len(found) < size:  # exchanges of before keep the smaller one
-            found = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self._buffers[key] = found
-        return found[:size]
+        return self.at(key, size)
+
+    def at(self, key: Hashable, size: int) -> Tensor:
+        """Flat uint8 memory of ``size`` bytes for what has this ``key``."""
+        buffer = self._buffers.get(key)
+        if buffer is None or len(buffer) < size:  # those who were given the smaller one keep it
+            buffer = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            self._buffers[key] = buffer
+        return buffer[:size]
 
     @property
     def nbytes(self) -> int:

@@ -111,7 +111,7 @@ def fused_passes(variant: Variant) -> Mapping[str, Pass]:
 
 
 def known_passes(variant: Variant) -> Mapping[str, Pass]:
-    """The same where this process has compiled them before; else none."""
+    """Passes of :func:`fused_passes` that this process has compiled before; else none."""
     return _fused.get(variant, {})
 
 
@@ -127,7 +127,7 @@ def _fused_passes(variant: Variant) -> Mapping[str, Pass]:
 
 
 def compiled_sparse_passes(device: torch.device) -> Mapping[str, Pass]:
-    """The same of ``threshold``."""
+    """Compiled passes of ``threshold`` by name, as of :func:`fused_passes`."""
     if device.type != "cpu":
         return {}
 
@@ -236,20 +236,20 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
         values = torch.randn(shape, generator=generator) * size
         return values.to(variant.device, dtype)[:, :_BLOCKS]
 
-    def keys(of: int) -> Tensor | None:
+    def keys(count: int) -> Tensor | None:
         if not codec.stochastic:
             return None
-        every = block_keys(torch.arange(of * (_BLOCKS + 1), dtype=torch.int32), salt=1)
-        return every.view(of, _BLOCKS + 1, 1).to(variant.device)[:, :_BLOCKS]
+        spaced = block_keys(torch.arange(count * (_BLOCKS + 1), dtype=torch.int32), salt=1)
+        return spaced.view(count, _BLOCKS + 1, 1).to(variant.device)[:, :_BLOCKS]
 
-    def payload(of: int) -> Payload:
+    def payload(count: int) -> Payload:
         planes, blocks = codec.planes(variant.dtype), _BLOCKS + 3
         buffer = torch.zeros(
-            of, row_bytes(planes, blocks), dtype=torch.uint8, device=variant.device
+            count, row_bytes(planes, blocks), dtype=torch.uint8, device=variant.device
         )
         made = tuple(plane[:, :_BLOCKS] for plane in views(buffer, planes, blocks))
-        x = torch.randn((of, _BLOCKS, codec.block), generator=generator).to(variant.device)
-        for plane, encoded in zip(made, codec.encode(x, keys(of)), strict=True):
+        x = torch.randn((count, _BLOCKS, codec.block), generator=generator).to(variant.device)
+        for plane, encoded in zip(made, codec.encode(x, keys(count)), strict=True):
             plane.copy_(encoded)
         return made
 
@@ -268,7 +268,9 @@ def _examples(variant: Variant) -> Mapping[str, tuple[Any, ...]]:
         "decode_and_commit": (grad, finished, scale, sent_with, payload(rows), received),
     }
     if variant.only:
-        return {name: of for name, of in examples.items() if name.startswith(variant.only)}
+        return {
+            name: arguments for name, arguments in examples.items() if name.startswith(variant.only)
+        }
     if rows > 1:
         examples["reduce"] = (payload(world), keys(1), payload(1))
         if state:
@@ -281,8 +283,8 @@ def _agrees(compiled: Pass, eager: Pass, arguments: tuple[Any, ...]) -> bool:
     from torch.utils import _pytree as pytree
 
     copy = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, arguments)
-    found, wanted = compiled(*arguments), eager(*copy)
+    result, expected = compiled(*arguments), eager(*copy)
     pairs = zip(
-        pytree.tree_leaves((arguments, found)), pytree.tree_leaves((copy, wanted)), strict=True
+        pytree.tree_leaves((arguments, result)), pytree.tree_leaves((copy, expected)), strict=True
     )
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))

@@ -110,7 +110,7 @@ def block_passes(passes: Passes, dtype: torch.dtype, received: int) -> dict[str,
 
 
 def _pointer(blocks: Tensor) -> int:
-    """Of ``(1, B, m)``, blocks one after the other."""
+    """Address of ``(1, B, m)``, blocks one after the other."""
     assert blocks[0].is_contiguous(), blocks.stride()
     assert len(blocks) == 1, "a sparse payload is gathered as a whole"
     return blocks.data_ptr()
@@ -132,7 +132,7 @@ def sparse_passes() -> dict[str, Pass]:
         # Memory that is not written takes none.
         places = compensated.new_empty(numel, dtype=torch.int32)
         values = compensated.new_empty(numel, dtype=codec.value_dtype)
-        found = library.threshold_select(
+        count = library.threshold_select(
             compensated.data_ptr(),
             None if residual is None else residual.data_ptr(),
             scale.data_ptr(),
@@ -144,7 +144,7 @@ def sparse_passes() -> dict[str, Pass]:
             places.data_ptr(),
             values.data_ptr(),
         )
-        return places[:found], values[:found]
+        return places[:count], values[:count]
 
     def keep(compensated: Tensor, residual: Tensor | None, scale: Tensor) -> None:
         held = None if residual is None else residual.data_ptr()
@@ -152,11 +152,11 @@ def sparse_passes() -> dict[str, Pass]:
 
     def scatter(compensated: Tensor, payload: Payload, weight: float) -> None:
         places, values = payload
-        pointers = (each.data_ptr() for each in (compensated, places, values))
+        pointers = (tensor.data_ptr() for tensor in (compensated, places, values))
         kind = _VALUES.index(values.dtype)
         library.threshold_scatter(*pointers, len(places), kind, weight)
 
-    return {each.__name__: each for each in (select, keep, scatter)}
+    return {function.__name__: function for function in (select, keep, scatter)}
 
 
 @cache

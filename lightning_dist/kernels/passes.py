@@ -137,7 +137,7 @@ class Passes:
         weight: float,
         keys: Tensor | None = None,
     ) -> Tensor:
-        """In the order given. Each is weighted before it is added: a mean does not overflow."""
+        """Sum in the order given. Each is weighted before it is added: a mean does not overflow."""
         first, *others = payloads
         total = self.codec.decode(first, dtype, keys)
         total = total * weight if weight != 1 else total
@@ -240,5 +240,5 @@ def scatter(compensated: Tensor, payload: Payload, weight: float) -> None:
     compensated.index_add_(0, places, values.to(compensated.dtype), alpha=weight)
 
 
-EAGER: Mapping[str, Pass] = {each.__name__: each for each in (select, keep, scatter)}
+EAGER: Mapping[str, Pass] = {function.__name__: function for function in (select, keep, scatter)}
 """The passes by name."""

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,6 @@ from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import (
     ParameterSlice,
     as_real,
-    by_codec,
-    matrices,
     slices_of,
 )
 from lightning_dist.reducer.state import ReducerState
@@ -81,9 +78,8 @@ def expected_traffic(
     planner = Planner(
         _without_memory(network, network.device),
         ReducerState(),
-        memory_of=settings.memory_of,
-        intra_codec=settings.intra,
-        whole=matrices(policy, {name: tuple(p.shape) for name, p in trained.items()}),
+        settings,
+        {name: tuple(p.shape) for name, p in trained.items()},
     )
     raw, intra, inter, known = 0.0, 0.0, 0.0, True
     for codec, slices, dtype, times in _alike(trained, policy, step=since, planner=planner):
@@ -111,14 +107,8 @@ def _alike(
             key = codec, real.dtype, tuple(real.shape)
             large.setdefault(key, []).append(name)
     for dtype, parameters in small.items():
-        cut = by_codec(
-            policy,
-            slices_of([names[parameter] for parameter in parameters], parameters),
-            {names[parameter]: tuple(parameter.shape) for parameter in parameters},
-            step=step,
-            affordable=partial(planner.affordable, dtype=dtype),
-        )
-        for codec, slices in cut.items():
+        parts = slices_of([names[parameter] for parameter in parameters], parameters)
+        for codec, slices in planner.by_codec(parts, dtype, step=step).items():
             yield codec, slices, dtype, 1
     for (codec, dtype, shape), alike in large.items():
         whole = ParameterSlice(alike[0], 0, shape)

@@ -14,10 +14,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.base.accelerator import DeviceEvent, DeviceStream, device_module, has_streams
-from lightning_dist.base.exchanges import EXCHANGES
+from lightning_dist.base.exchanges import EXCHANGES, UNIT_ELEMENTS
 from lightning_dist.base.private import hold_stream
 from lightning_dist.codecs.base import Codec
-from lightning_dist.codecs.none import NoCompression
 from lightning_dist.ranks import Topology
 from lightning_dist.ranks.channel import Channel, PendingWork
 from lightning_dist.reducer.network import Network
@@ -25,7 +24,7 @@ from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units.base import JoinedUnit
-from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
+from lightning_dist.settings.exchange import ExchangeSettings
 
 _COMPARING = 50_000
 """Nanoseconds that a comparison of clocks may take of a step."""
@@ -206,10 +205,8 @@ class CodecWork:
         planner = Planner(
             Network(channel, channel, Topology(("host",) * ranks, 0), device),
             ReducerState(),
-            memory_of=lambda each: each.memory(feedback),
-            intra_codec=NoCompression(),
+            ExchangeSettings(error_feedback=feedback, compile_kernels=fused),
             immediate=True,
-            tables=fused,
         )
         if fused:
             planner.fuse(codec, [self.bucket.dtype], sizes=[rows * WIDTH])

@@ -94,7 +94,7 @@ class Ranks:
             return [value]
         mine = pickle.dumps(value)
         of_all = all_bytes(mine, group=self.group, device=self._device, limit=self._limit)
-        return [pickle.loads(each) for each in of_all]  # which ends before the padding
+        return [pickle.loads(pickled) for pickled in of_all]  # which ends before the padding
 
     def on_each(self, action: Callable[[], T]) -> T:
         """Result of ``action`` on this rank. An exception on one rank is raised on all."""
@@ -227,7 +227,7 @@ class Membership:
         self.ranks = Ranks(self._group("facts") if several else None)
         self.stop = StopConsensus(self._group("stop") if several else None, ranks=self.ranks)
         self.writers = self._group("writers") if several and sharded else None
-        """Of the ranks that write one checkpoint together; None where rank 0 writes alone."""
+        """Group of the ranks that write one checkpoint together; None where rank 0 writes alone."""
 
     def _group(self, purpose: str) -> dist.ProcessGroup:
         if self._make is not None:
@@ -238,7 +238,7 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """Number of this rank."""
         return self.ranks.rank
 
     @property

@@ -77,7 +77,7 @@ class WaitLimit:
         self._given_up.set()
 
     def wait(self, work: dist.Work, *, what: str) -> object:
-        """Until ``work`` has ended.
+        """Wait until ``work`` has ended.
 
         Args:
             what: it is, for the message.
@@ -198,7 +198,7 @@ class _Launched:
     watch: Watch | None
 
     def wait(self) -> object:
-        """Until it has ended; on an accelerator, until the stream has come to it."""
+        """Wait until it has ended; on an accelerator, until the stream has come to it."""
         over = None if self.watch is None else self.watch.waits()
         try:
             if self.limit is None:

@@ -100,7 +100,7 @@ class Spread:
     def runs(self) -> list[tuple[int, Tensor]]:
         """The parts with the byte at which they start, in order."""
         size = self.whole.element_size()
-        return [(start * size, part) for start, part in sorted(self.own, key=lambda own: own[0])]
+        return [(start * size, part) for start, part in sorted(self.own, key=lambda pair: pair[0])]
 
 
 Read: TypeAlias = Callable[[Tensor, int, int], Tensor]
@@ -129,9 +129,9 @@ def gather(
         spreads: of the same tensors in the same order on all ranks; ``whole`` may be on ``"meta"``
             on the others.
     """
-    runs = [each.runs() for each in spreads]
-    own = [[[start, part.nbytes] for start, part in of_one] for of_one in runs]
-    facts = all_facts({"runs": own}, group=channel.group, device=device, limit=channel.limit)
+    runs = [spread.runs() for spread in spreads]
+    places = [[[start, part.nbytes] for start, part in of_one] for of_one in runs]
+    facts = all_facts({"runs": places}, group=channel.group, device=device, limit=channel.limit)
     of_ranks = [fact["runs"] for fact in facts]
     for batch in _batches(spreads):
         sizes = [sum(numel for i in batch for _, numel in places[i]) for places in of_ranks]
@@ -163,11 +163,11 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _batches(spreads: Sequence[Spread]) -> Iterator[list[int]]:
     """Indices of tensors that are gathered together: by their sizes, which all ranks know."""
     batch, size = list[int](), 0
-    for index, each in enumerate(spreads):
-        if batch and size + each.whole.nbytes > _BATCH:
+    for index, spread in enumerate(spreads):
+        if batch and size + spread.whole.nbytes > _BATCH:
             yield batch
             batch, size = [], 0
         batch.append(index)
-        size += each.whole.nbytes
+        size += spread.whole.nbytes
     if batch:
         yield batch

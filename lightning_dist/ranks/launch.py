@@ -16,7 +16,7 @@ RECOVERY_STORE = "LIGHTNING_DIST_RECOVERY_STORE"
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of this rank. ``restart_count`` does not rise where only the membership changed.
+    """One start of this rank.
 
     ``local_world_size`` is None where the launcher does not say it: torchrun does, other agents may
     not. ``shares_store``: the ranks use the store of their agent, which outlives them.
@@ -31,7 +31,6 @@ class Launch:
     local_world_size: int | None = None
     node_rank: int = 0
     nodes: int = 1
-    restart_count: int = 0
     max_restarts: int = 0
     run_id: str = ""
     master_addr: str = "127.0.0.1"
@@ -53,7 +52,6 @@ class Launch:
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", 0) or None,
             node_rank=_number(environ, "GROUP_RANK", 0),
             nodes=_number(environ, "GROUP_WORLD_SIZE", 1),
-            restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             max_restarts=_number(environ, "TORCHELASTIC_MAX_RESTARTS", 0),
             run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),

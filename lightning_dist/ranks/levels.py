@@ -142,7 +142,7 @@ class Topology:
         return not self.same_node((self.rank + 1) % self.world_size)
 
     def among(self, ranks: Sequence[int]) -> Topology:
-        """The same for a group of ``ranks``, of which this is one."""
+        """Topology of a group of ``ranks``, of which this is one."""
         nodes = tuple(self.nodes[rank] for rank in ranks)
         return Topology(nodes, list(ranks).index(self.rank))
 
@@ -157,10 +157,10 @@ class Topology:
 
 def ranks_by(keys: Sequence[object]) -> tuple[tuple[int, ...], ...]:
     """The ranks of every key, keys in the order of their first rank."""
-    found: dict[object, list[int]] = {}
+    by_key: dict[object, list[int]] = {}
     for rank, key in enumerate(keys):
-        found.setdefault(key, []).append(rank)
-    return tuple(map(tuple, found.values()))
+        by_key.setdefault(key, []).append(rank)
+    return tuple(map(tuple, by_key.values()))
 
 
 def describe_counts(counts: Sequence[int]) -> str:

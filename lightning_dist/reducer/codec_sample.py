@@ -21,7 +21,7 @@ _RUN = 4096
 
 @dataclass(frozen=True)
 class CodecSample:
-    """The same elements of four tensors in the compute dtype.
+    """Sample of elements, the same ones of four tensors, in the compute dtype.
 
     All but the residual carry the GradScaler's scale.
 
@@ -67,41 +67,42 @@ class Sampler:
         return items[items < count]
 
 
-@dataclass(frozen=True)
-class SampleSource:
-    """Gradients in ``flat`` that ``codec`` encodes next, with a loss; read until then."""
+def samples_of(
+    codec: Codec,
+    slices: Sequence[ParameterSlice],
+    flat: Tensor,
+    state: ReducerState,
+    memory: Memory,
+    sampler: Sampler,
+    *,
+    scale: Tensor,
+    step: int,
+) -> Iterator[CodecSample]:
+    """Samples of the gradients in ``flat`` that ``codec`` encodes next, with a loss.
 
-    codec: Codec
-    slices: Sequence[ParameterSlice]
-    flat: Tensor
-    state: ReducerState
-    memory: Memory
-
-    def samples(self, sampler: Sampler, scale: Tensor, *, step: int) -> Iterator[CodecSample]:
-        """Of the elements that ``sampler`` draws: blocks, with zeros behind the last element of a
-        tensor, or whole tensors. Changes nothing.
-        """
-        codec, state, memory = self.codec, self.state, self.memory
-        dtype, device = compute_dtype(self.flat.dtype), self.flat.device
-        for part in self.slices:
-            block = codec.block or part.numel
-            numbers = sampler.drawn(-(-part.numel // block), of=block)
-            if not len(numbers):
-                continue
-            at = numbers.unsqueeze(-1) * block + torch.arange(block, device="cpu")
-            exists = placed(at < part.numel, device)
-            at = placed(at.clamp(max=part.numel - 1), device)
-            flats = [part.of(self.flat).to(dtype)]
-            for kind in memory.kinds:
-                flats.append(state.per_rank(kind, part, dtype=dtype, device=device))
-            gradient, *held = (flat[at] * exists for flat in flats)
-            compensated = memory.compensated(gradient, tuple(held), scale)
-            if not codec.block:
-                compensated = part.shaped(compensated[0])
-            factors = state.factors.get(part.name, ())
-            sent = codec.approximate(compensated, scale=scale, step=step, factors=factors)
-            if sent is not None:
-                if codec.block:
-                    sent = sent * exists
-                residual = held[0] if "residual" in memory.kinds else None
-                yield CodecSample(gradient, compensated, sent, residual)
+    Of the elements that ``sampler`` draws: blocks, with zeros behind the last element of a tensor,
+    or whole tensors. Changes nothing; the gradients are read until they are encoded.
+    """
+    dtype, device = compute_dtype(flat.dtype), flat.device
+    for part in slices:
+        block = codec.block or part.numel
+        numbers = sampler.drawn(-(-part.numel // block), of=block)
+        if not len(numbers):
+            continue
+        at = numbers.unsqueeze(-1) * block + torch.arange(block, device="cpu")
+        exists = placed(at < part.numel, device)
+        at = placed(at.clamp(max=part.numel - 1), device)
+        flats = [part.of(flat).to(dtype)]
+        for kind in memory.kinds:
+            flats.append(state.per_rank(kind, part, dtype=dtype, device=device))
+        gradient, *held = (tensor[at] * exists for tensor in flats)
+        compensated = memory.compensated(gradient, tuple(held), scale)
+        if not codec.block:
+            compensated = part.shaped(compensated[0])
+        factors = state.factors.get(part.name, ())
+        sent = codec.approximate(compensated, scale=scale, step=step, factors=factors)
+        if sent is not None:
+            if codec.block:
+                sent = sent * exists
+            residual = held[0] if "residual" in memory.kinds else None
+            yield CodecSample(gradient, compensated, sent, residual)

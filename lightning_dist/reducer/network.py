@@ -5,15 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 from weakref import WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from lightning_dist.base.accelerator import DeviceEvent, device_module, is_accelerator
 from lightning_dist.exchange.rounds import Allocate, ExchangeArguments
@@ -31,35 +30,13 @@ _POLL = 0.001
 """Seconds between two looks at an accelerator, which can only be waited for without a limit."""
 
 _AT_EXIT = 2.0
-"""Seconds of the same where it was not closed and the process ends."""
+"""Seconds for a worker that was not closed, where the process ends."""
 
 
-class Executor(ABC):
-    """Runs tasks one after the other, in the order in which they were submitted.
-
-    Reducers over the same process groups share one, so that all ranks issue their collectives in
-    one order.
-    """
-
-    failure: BaseException | None = None
-    """The first error of a task. Ranks may be out of step, so no reducer exchanges after it."""
-
-    @abstractmethod
-    def submit(self, task: Task) -> None: ...
-
-    def drain(self, patience: float = _PATIENCE) -> bool:
-        """Complete all submitted tasks; False if that takes more than ``patience`` seconds."""
-        idle = threading.Event()
-        self.submit(idle.set)
-        return idle.wait(patience)
-
-    @abstractmethod
-    def close(self, patience: float = _PATIENCE) -> bool:
-        """As :meth:`drain`; no task may be submitted after it."""
-
-
-class ExecutorThread(Executor):
+class ExecutorThread:
     """One thread, started by the first task. For CPUs, where a wait for a collective blocks.
+
+    It runs tasks one after the other, in the order in which they were submitted.
 
     A thread of our own because waiting in a gloo future callback deadlocks. An exit handler ends
     it: a thread that is inside torch when the interpreter stops its threads aborts the process.
@@ -68,21 +45,29 @@ class ExecutorThread(Executor):
         device: an accelerator on which its tasks work.
     """
 
+    failure: BaseException | None = None
+    """The first error of a task. Ranks may be out of step, so no reducer exchanges after it."""
+
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self._tasks: Tasks = queue.SimpleQueue()
         arguments = self._tasks, device
         self._thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
         self._end: finalize[..., ExecutorThread] | None = None
 
-    @override
     def submit(self, task: Task) -> None:
         if self._end is None:
             self._thread.start()
             self._end = finalize(self, _end, self._tasks, self._thread)
         self._tasks.put(task)
 
-    @override
+    def drain(self, patience: float = _PATIENCE) -> bool:
+        """Complete all submitted tasks; False if that takes more than ``patience`` seconds."""
+        idle = threading.Event()
+        self.submit(idle.set)
+        return idle.wait(patience)
+
     def close(self, patience: float = _PATIENCE) -> bool:
+        """As :meth:`drain`; no task may be submitted after it."""
         if self._end is not None:
             if self._end.detach() is not None:
                 self._tasks.put(None)
@@ -107,8 +92,10 @@ def _end(tasks: Tasks, thread: threading.Thread) -> None:
         thread.join(_AT_EXIT)
 
 
-class SideStream(Executor):
+class SideStream:
     """One stream of an accelerator, where waiting only orders streams.
+
+    Tasks are on it one after the other, as those of a :class:`ExecutorThread` on its thread.
 
     Args:
         worker: issues the tasks, so that the backward pass goes on launching meanwhile. None: they
@@ -116,12 +103,14 @@ class SideStream(Executor):
             communicate in their backward pass, whose collectives NCCL wants in one order with ours.
     """
 
+    failure: BaseException | None = None
+    """The first error of a task, as of a worker."""
+
     def __init__(self, device: torch.device, worker: ExecutorThread | None) -> None:
         self._device, self._module = device, device_module(device)
         # With priority: a mean that arrives is not to wait for the kernels of the backward pass.
         self._stream, self._worker = self._module.Stream(device, priority=-1), worker
 
-    @override
     def submit(self, task: Task) -> None:
         ready = self._module.Event(enable_timing=False)
         ready.record(self._module.current_stream(self._device))
@@ -135,8 +124,8 @@ class SideStream(Executor):
         with self._module.stream(self._stream), torch.no_grad(), exact:
             task()
 
-    @override
     def drain(self, patience: float = _PATIENCE) -> bool:
+        """Complete all submitted tasks, also those of others on the thread."""
         end = time.monotonic() + patience
         if self._worker is not None and not self._worker.drain(patience):
             return False
@@ -146,11 +135,15 @@ class SideStream(Executor):
             time.sleep(_POLL)
         return ended
 
-    @override
     def close(self, patience: float = _PATIENCE) -> bool:
+        """As :meth:`drain`; no task may be submitted after it."""
         over, self._worker = self.drain(patience), None  # which may be that of others too
         return over
 
+
+Executor: TypeAlias = ExecutorThread | SideStream
+"""What runs the tasks of a reducer. Reducers over the same process groups share one, so that all
+ranks issue their collectives in one order."""
 
 _workers: WeakValueDictionary[torch.device, ExecutorThread] = WeakValueDictionary()
 
@@ -180,33 +173,12 @@ NewGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 
 
 @dataclass(frozen=True)
-class StateRows:
-    """Holder of a row of the gathered state: a rank, or the ranks of a node together.
-
-    The mean over the rows is the residual of the model, whatever they are.
-    """
-
-    row_of: tuple[int, ...]  # of every rank
-    rank: int
-
-    @property
-    def count(self) -> int:
-        return max(self.row_of) + 1
-
-    @property
-    def own(self) -> int:
-        return self.row_of[self.rank]
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank is the first of its row."""
-        return self.row_of.index(self.own) == self.rank
-
-
-@dataclass(frozen=True)
 class Network:
     """Groups over which gradients are averaged: all ranks of ``data``, or ``intra`` smaller groups
     first.
+
+    Each row of the gathered state is that of a rank, or of the ranks of a node together. The mean
+    over the rows is the residual of the model, whatever they are.
     """
 
     data: Channel  # payloads
@@ -214,7 +186,7 @@ class Network:
     topology: Topology
     device: torch.device
     intra: IntraLevel | None = None
-    row_of: tuple[int, ...] | None = None  # row of the state of every rank; None: one for each
+    row_of: tuple[int, ...] = ()  # row of the state of every rank; empty: one for each
     plans_for: torch.device | None = None  # another device, of which bytes are counted
 
     @property
@@ -232,7 +204,7 @@ class Network:
 
     @property
     def limit(self) -> WaitLimit:
-        """Of every wait for a collective of the network."""
+        """Limit of every wait for a collective of the network."""
         return self.data.limit
 
     def where(self, allocate: Allocate | None = None) -> ExchangeArguments:
@@ -247,9 +219,19 @@ class Network:
         return Channel(self.data.group, name="state", limit=self.limit)
 
     @property
-    def rows(self) -> StateRows:
+    def rows(self) -> int:
         """Rows of the gathered state of all ranks."""
-        return StateRows(self.row_of or tuple(range(self.world_size)), self.rank)
+        return max(self.row_of) + 1 if self.row_of else self.world_size
+
+    @property
+    def row(self) -> int:
+        """Row that this rank has a part of."""
+        return self.row_of[self.rank] if self.row_of else self.rank
+
+    @property
+    def is_first_of_row(self) -> bool:
+        """Whether this rank is the first of its row."""
+        return not self.row_of or self.row_of.index(self.row) == self.rank
 
     @property
     def channels(self) -> list[Channel]:
@@ -275,15 +257,15 @@ def in_levels(network: Network, nodes: Nodes, *, leader: bool, new_group: NewGro
     topology, limit = network.topology, network.limit
     network = replace(network, row_of=rows_of(nodes))
     inside, between = levels_of(nodes, leader=leader)
-    own, others = inside.group_of(topology.rank), between.group_of(topology.rank)
-    assert own is not None, "every rank is on a node"
-    intra, inter = new_group(own), None if others is None else new_group(others)
+    inner, others = inside.group_of(topology.rank), between.group_of(topology.rank)
+    assert inner is not None, "every rank is on a node"
+    intra, inter = new_group(inner), None if others is None else new_group(others)
     outer = None
     if inter is not None and others is not None:
         channel, flags = (Channel(inter, name=name, limit=limit) for name in ("inter", "control"))
         outer = replace(network, data=channel, control=flags, topology=topology.among(others))
     level = IntraLevel(
-        Channel(intra, name="intra", limit=limit), topology.among(own), inside, outer
+        Channel(intra, name="intra", limit=limit), topology.among(inner), inside, outer
     )
     places = replace(topology, intra_group=intra, inter_group=inter)
     return replace(network, intra=level, topology=places)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.network import Executor, Network
-from lightning_dist.reducer.plan.plans import Handle, Plans
+from lightning_dist.reducer.plan.planner import Handle, Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats, Observer, show_encoding, working
@@ -53,7 +53,7 @@ class Pipeline:
     methods that follow them to the executor. One tensor is encoded while others travel.
     """
 
-    _plans: Plans
+    planner: Planner
     _executor: Executor
     keeps_state: bool
     """Whether any codec of the settings keeps state from one step to the next."""
@@ -177,7 +177,7 @@ class Pipeline:
     def _start(self, handle: Handle) -> None:
         handle = self._delayed.swap(handle, step=self.step)
         self._enter(handle)
-        plan = self._plans.find(
+        plan = self.planner.find(
             handle.key,
             handle.given,
             handle.slices,
@@ -287,7 +287,7 @@ class Pipeline:
         finite, self._finite = self._finite, []
         sums, self._sums = self._sums, []
         if self._sharded and sums:  # which only ranks with the same shard have in common
-            agree([], {}, sums, self._plans.planner.network)
+            agree([], {}, sums, self.planner.network)
             sums = []
         if self.hyperparameters is not None and _compares_hyperparameters(self.step):
             require_equal_hyperparameters(self.hyperparameters(), self.network)
@@ -329,8 +329,8 @@ class Pipeline:
             clip_group(group, handle.flat, self._scale, world_size=self.network.world_size)
             if self.adjustment is not None and self.adjustment.active:
                 self.adjustment(group.slices, handle.flat, self._scale)
-            if not self._waits and "residual" not in self._plans.planner.kinds(group.codec):
-                of = self.state, self._plans.planner.network, self._scale
+            if not self._waits and "residual" not in self.planner.kinds(group.codec):
+                of = self.state, self.planner.network, self._scale
                 add_residuals(group, handle.flat, *of, sharded=self._sharded)
 
     @property

@@ -20,12 +20,10 @@ from lightning_dist.ranks import Topology
 from lightning_dist.ranks.facts import Spread
 from lightning_dist.reducer.network import Executor, Network, executor_for
 from lightning_dist.reducer.pipeline import Pipeline
-from lightning_dist.reducer.plan.planner import Planner
-from lightning_dist.reducer.plan.plans import Plans, future_on
+from lightning_dist.reducer.plan.planner import Planner, future_on
 from lightning_dist.reducer.plan.slices import (
     ParameterSlice,
     as_real,
-    matrices,
     require_strides,
     strides_in_bucket,
 )
@@ -46,7 +44,7 @@ STATE_VERSION = 1
 _PATIENCE = 0.5
 """Seconds that a step under way is given where the reducer is closed."""
 _ACCELERATOR_PATIENCE = 60.0
-"""The same for kernels that an accelerator has not come to; one that hangs does not end."""
+"""Seconds for kernels that an accelerator has not come to; one that hangs does not end."""
 
 
 class Reducer(Pipeline):
@@ -106,39 +104,24 @@ class Reducer(Pipeline):
         self.at_close: list[Callable[[], None]] = []
         self.never_compressed: finalize[..., Any] | None = None  # says so at the end
         self._shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-        self._plans = self._make_plans()
+        self.planner = self.planner_for(network)
         self.keeps_state = any(map(self.planner.keeps_state, self.settings.policy.leaves()))
         self._in_order = in_order
         self._use(executor)
 
-    def _make_plans(self) -> Plans:
-        network = self.network
+    def planner_for(self, network: Network) -> Planner:
+        """A planner of these settings and this state."""
         if self._sharded and network.intra is not None:
             assert network.intra.inter is not None, "every rank goes on with its shard"
             network = network.intra.inter
-        return Plans(
-            self.planner_for(network),
-            self.settings.policy,
-            self._shapes,
-            padded=self._sharded,
-        )
-
-    def planner_for(self, network: Network) -> Planner:
-        """A planner of these settings and this state."""
         return Planner(
             network,
             self.state,
-            memory_of=self.settings.memory_of,
-            intra_codec=self.settings.intra,
-            whole=matrices(self.settings.policy, self._shapes),
+            self.settings,
+            self._shapes,
             immediate=self.immediate,
-            tables=self.settings.compile_kernels is not False,
-            divide_last=self._sharded,
+            sharded=self._sharded,
         )
-
-    @property
-    def planner(self) -> Planner:
-        return self._plans.planner
 
     @property
     def has_grad_scaler(self) -> bool:
@@ -221,7 +204,7 @@ class Reducer(Pipeline):
         """
         self._reserved.append((slices, dtype))
         if self.network.world_size > 1:
-            self._plans.reserve(slices, dtype, step=self.step)
+            self.planner.reserve(slices, dtype, step=self.step)
 
     def _reserve_again(self) -> None:
         reserved, self._reserved = self._reserved, []
@@ -280,7 +263,7 @@ class Reducer(Pipeline):
         delayed = {"delayed_bytes": self._delayed.nbytes} if self._delayed.active else {}
         return {
             "residual_bytes": self.state.nbytes,
-            "buffer_bytes": self._plans.nbytes,
+            "buffer_bytes": self.planner.nbytes,
             **delayed,
         }
 
@@ -321,7 +304,7 @@ class Reducer(Pipeline):
         return self._described(state), spreads
 
     def _described(self, state: dict[str, Any]) -> dict[str, Any]:
-        strides = {name: list(found) for name, found in self.strides.items() if found is not None}
+        strides = {name: list(kept) for name, kept in self.strides.items() if kept is not None}
         about = {"world_size": self.network.world_size, "step": self.step, "strides": strides}
         delayed = {"delayed": self._delayed.state()} if self._delayed.active else {}
         described = {"version": STATE_VERSION, **about, **state, **delayed}
@@ -339,16 +322,16 @@ class Reducer(Pipeline):
         self._settle()
         if self.network.world_size > 1 and not self.closed and self.failure is None:
             require_one_state(state, self.network, prefix=self._prefix, sharded=self._sharded)
-        self._plans.clear()  # they hold views of the old residuals
-        found: Mapping[str, Any] = {"step": 0}
+        self.planner.clear()  # they hold views of the old residuals
+        own_state: Mapping[str, Any] = {"step": 0}
         if state is not None:
-            found = _own_keys(state, self._prefix)
-            require_names(found, self.names.values())
-            require_strides(found, self.names)
-        self._was_given_state = bool(found.get("residuals") or found.get("momenta"))
-        self.state.load(found, self.network.rows)
-        self._load_delayed(found.get("delayed", {}))
-        self.step = int(found["step"])
+            own_state = _own_keys(state, self._prefix)
+            require_names(own_state, self.names.values())
+            require_strides(own_state, self.names)
+        self._was_given_state = bool(own_state.get("residuals") or own_state.get("momenta"))
+        self.state.load(own_state, self.network)
+        self._load_delayed(own_state.get("delayed", {}))
+        self.step = int(own_state["step"])
         self._reserve_again()
 
     def _load_delayed(self, means: Mapping[str, Tensor]) -> None:
@@ -371,9 +354,9 @@ class Reducer(Pipeline):
 
     def join(self, shared: Mapping[str, Any]) -> None:
         """Take over :meth:`shared_state` of another rank, without residuals or with the mean."""
-        self._plans.clear()
+        self.planner.clear()
         if not self.state.is_mean:
-            self.state.load({}, self.network.rows)
+            self.state.load({}, self.network)
         self.state.load_factors(shared["factors"])
         self.step = int(shared["step"])
         self._reserve_again()
@@ -383,9 +366,7 @@ class Reducer(Pipeline):
         """Whether the groups can be used again: no exchange has failed or was left half done."""
         return self.failure is None and not self._in_flight
 
-    def rebind(
-        self, network: Network, *, executor: Executor | None = None, averages: bool = False
-    ) -> None:
+    def rebind(self, network: Network, *, averages: bool = False) -> None:
         """Go on in other groups, with other members or another hierarchy. Collective there.
 
         Exchanges of the old groups are given up, failures are cleared, and the count of steps goes
@@ -395,7 +376,6 @@ class Reducer(Pipeline):
         recovery. The old groups must not be used again; those of an accelerator are aborted.
 
         Args:
-            executor: as in the constructor. Reducers that share one rebind to another one together.
             averages: the network of another rank was hierarchical. Equal on all ranks.
 
         Raises:
@@ -411,18 +391,18 @@ class Reducer(Pipeline):
             channel.watch = old.data.watch or old.channels[0].watch
         if averages or old.intra is not None or network.intra is not None:
             # Ranks of a flat network may have been in others meanwhile: each has a row of its own.
-            row = f"rank {network.rank}" if old.intra is None else f"row {old.rows.own}"
+            row = f"rank {network.rank}" if old.intra is None else f"row {old.row}"
             self.state.average(network, row=row if self.step else None)
         self.network = network
         self.generation += 1
-        compiled, self._plans = self.planner.compiled, self._make_plans()
+        compiled, self.planner = self.planner.compiled, self.planner_for(network)
         if self.recovers:  # other ranks wait, and compiling takes longer than a restart
             self.planner.compile_no_more()
         for codec, (dtypes, sizes) in compiled.items():
             self.planner.fuse(codec, dtypes, sizes=sizes)
         self._reserve_again()
         self._scale = self._scale.to(network.device)
-        self._use(executor)
+        self._use(None)
 
     def _use(self, executor: Executor | None) -> None:
         self._owns_executor = executor is None
@@ -471,7 +451,7 @@ class Reducer(Pipeline):
         for handle in self._in_flight:  # which stay: the groups are out of step
             handle.undo()
         self._end(self._in_flight, RuntimeError("the reducer was closed in a step"))
-        self._plans.clear()
+        self.planner.clear()
         self.state.to(torch.device("cpu"))
         self._delayed.to(torch.device("cpu")) if self.in_step else self._delayed.clear()
 
@@ -482,8 +462,8 @@ def _own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     Raises:
         ValueError: it is none that this version can read.
     """
-    found = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
-    version = found.get("version")
+    own_state = {key.removeprefix(prefix): state[key] for key in state if key.startswith(prefix)}
+    version = own_state.get("version")
     if version != STATE_VERSION:
         raise ValueError(
             f"The compression state must be of version {STATE_VERSION}, got {version!r}; "
@@ -494,4 +474,4 @@ def _own_keys(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
                 "or start without"
             )
         )
-    return found
+    return own_state

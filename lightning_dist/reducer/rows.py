@@ -84,10 +84,10 @@ class RowLayout:
     ) -> None:
         self.numel, self.dtype, self.ranks = numel, dtype, ranks
         self.nbytes = 0
-        """Of the payload of a row."""
+        """Bytes of the payload of a row."""
         self._parts: list[_Part] = []
         self.codec = "+".join(dict.fromkeys(codec.name for codec in cut))
-        """Names of all of them."""
+        """Names of all codecs."""
         self._memory = memory
         for codec, slices in cut.items():
             kept: Memory = NoMemory() if memory is None or codec.lossless else memory
@@ -111,13 +111,13 @@ class RowLayout:
         self, errors: Sequence[tuple[Tensor, ...]]
     ) -> dict[int, tuple[Tensor, ...]]:
         """Views ``(ranks, blocks, ...)`` of ``errors``, by the offset of each slice in a row."""
-        found: dict[int, tuple[Tensor, ...]] = {}
+        by_offset: dict[int, tuple[Tensor, ...]] = {}
         for part, state in zip(self._parts, errors, strict=True):
             sizes = [-(-numel // part.kernels.codec.block) for _, numel in part.slices]
             of_slices = zip(*(held.split_with_sizes(sizes, dim=1) for held in state), strict=True)
             offsets = [offset for offset, _ in part.slices]
-            found |= dict(zip(offsets, of_slices, strict=False))  # none of a lossless codec
-        return found
+            by_offset |= dict(zip(offsets, of_slices, strict=False))  # none of a lossless codec
+        return by_offset
 
     def encode(
         self,
@@ -133,20 +133,20 @@ class RowLayout:
             errors: changed where there are any.
             salt: of the random numbers of stochastic codecs.
         """
-        one = torch.ones((), dtype=torch.float32, device=rows.device)
+        unscaled = torch.ones((), dtype=torch.float32, device=rows.device)
         for number, part in enumerate(self._parts):
             state = errors[number] if errors else ()
             encode = part.kernels.encode_and_commit if state else part.kernels.encode
             keys = _keys(part, len(rows), salt, rows.device)
-            encode(part.loaded(rows), state, one, keys, self._planes(part, payload))
+            encode(part.loaded(rows), state, unscaled, keys, self._planes(part, payload))
 
     def decode(self, payloads: Sequence[Tensor], rows: Tensor) -> None:
         """``rows (R, numel)`` <- the weighted sum of ``payloads (R, nbytes)``, in their order."""
-        one = torch.ones((), dtype=torch.float32, device=rows.device)
+        unscaled = torch.ones((), dtype=torch.float32, device=rows.device)
         for part in self._parts:
             staged = part.empty(rows)
             received = tuple(self._planes(part, payload) for payload in payloads)
-            part.kernels.decode_and_commit(staged, (), one, None, received[0], received)
+            part.kernels.decode_and_commit(staged, (), unscaled, None, received[0], received)
             part.store(staged, rows)
 
     def fuse(self, device: torch.device, *, encoded: int, decoded: int, received: int) -> None:
@@ -154,11 +154,11 @@ class RowLayout:
         for kernels in (part.kernels for part in self._parts):
             if not kernels.codec.fusable or kernels.codec.lossless:
                 continue
-            own = Variant(kernels.passes, self.dtype, encoded, 1, device, True, only="encode")
+            sent = Variant(kernels.passes, self.dtype, encoded, 1, device, True, only="encode")
             mean = Variant(
                 kernels.passes, self.dtype, decoded, received, device, True, only="decode"
             )
-            kernels.use({**fused_passes(own), **fused_passes(mean)})
+            kernels.use({**fused_passes(sent), **fused_passes(mean)})
 
     def _planes(self, part: _Part, payload: Tensor) -> tuple[Tensor, ...]:
         planes = part.kernels.codec.planes(self.dtype)
@@ -253,5 +253,5 @@ class RowReduceScatter:
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept between steps."""
+        """Bytes of what is kept between steps."""
         return sum(held.nbytes for state in self.errors for held in state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from lightning_dist.base.private import tensors_in
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.rounds import bits_digest
 from lightning_dist.ranks.facts import Facts, Spread, all_facts, differences, gather
-from lightning_dist.reducer.network import Network, StateRows
+from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
 
 
@@ -65,7 +65,7 @@ class ResidualParts:
         return [(0, self.loaded)] if first else []
 
     def row(self, *, first: bool) -> Tensor:
-        """The same as a whole row, zeros where other ranks of the row hold it."""
+        """Parts of :meth:`of_row` as a whole row, zeros where other ranks of the row hold it."""
         parts = self.of_row(first=first)
         if len(parts) == 1 and parts[0][1].numel() == self.numel:
             return parts[0][1]
@@ -96,15 +96,15 @@ def require_one_state(
         prefix: of the keys of ``state``.
         sharded: each rank was given its part of the factors.
     """
-    own = "none"
+    about = "none"
     if state is not None:
         equal = () if sharded else ("factors", "delayed")
         tensors = tensors_in([state.get(prefix + key, {}) for key in equal])
         content = [*_names(state, prefix)], [*map(bits_digest, tensors)]
         digest = hashlib.sha256(repr(content).encode()).hexdigest()[:12]
-        own = f"one of step {state.get(prefix + 'step')} ({digest})"
+        about = f"one of step {state.get(prefix + 'step')} ({digest})"
     group, limit = network.data.group, network.limit
-    facts = all_facts({"state": own}, group=group, device=network.device, limit=limit)
+    facts = all_facts({"state": about}, group=group, device=network.device, limit=limit)
     if lines := differences(facts):
         raise ValueError(
             f"load_state_dict must be given the same on all ranks, got\n{lines[0]}\n"
@@ -126,15 +126,11 @@ def require_names(state: Mapping[str, Any], names: Collection[str]) -> None:
 def _names(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, int]]:
     """Parameters of which ``state`` has something, with their elements or 0."""
     for kind in _NAMED:
-        for name, found in sorted(state.get(prefix + kind, {}).items()):
-            has_rows = isinstance(found, Tensor) and found.dim() == 2
+        for name, kept in sorted(state.get(prefix + kind, {}).items()):
+            has_rows = isinstance(kept, Tensor) and kept.dim() == 2
             yield (
                 name,
-                found.numel
-                if isinstance(found, ResidualParts)
-                else found.shape[1]
-                if has_rows
-                else 0,
+                kept.numel if isinstance(kept, ResidualParts) else kept.shape[1] if has_rows else 0,
             )
 
 
@@ -174,21 +170,21 @@ class ReducerState:
 
     def names(self, kind: str) -> list[str]:
         """Parameters that have state of ``kind``, here or on another rank."""
-        return [name for each, name in self.held if each == kind]
+        return [name for of_kind, name in self.held if of_kind == kind]
 
     def per_rank(
         self, kind: str, part: ParameterSlice, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """The flat tensor of ``kind`` for ``part``, zeros the first time."""
         held = self.know(kind, part, dtype=dtype)
-        found = held.parts.get(part.start)
-        if found is None and held.loaded is not None:
+        tensor = held.parts.get(part.start)
+        if tensor is None and held.loaded is not None:
             start = part.start - (held.start or 0)
-            found = held.loaded[start : start + part.numel].clone()
-        if found is None:
-            found = torch.zeros(part.numel, dtype=dtype, device=device)
-        assert found.numel() == part.numel, "a parameter is cut in one way only"
-        held.parts[part.start] = found.to(device=device, dtype=dtype)
+            tensor = held.loaded[start : start + part.numel].clone()
+        if tensor is None:
+            tensor = torch.zeros(part.numel, dtype=dtype, device=device)
+        assert tensor.numel() == part.numel, "a parameter is cut in one way only"
+        held.parts[part.start] = tensor.to(device=device, dtype=dtype)
         return held.parts[part.start]
 
     def know(self, kind: str, part: ParameterSlice, *, dtype: torch.dtype) -> ResidualParts:
@@ -244,13 +240,14 @@ class ReducerState:
         Matrices are put on ``device``; what is 0-d stays on the CPU, so that it can be read.
         """
         loaded = self._loaded_factors.pop(part.name, {})
-        found = self.factors.get(part.name, loaded.get(part.start, loaded.get(0)))
-        if found is None or [factor.shape for factor in found] != [each.shape for each in first]:
-            found = first
+        factors = self.factors.get(part.name, loaded.get(part.start, loaded.get(0)))
+        shapes = [factor.shape for factor in first]
+        if factors is None or [factor.shape for factor in factors] != shapes:
+            factors = first
         # The rounding of a matrix product depends on the layout, which a checkpoint does not keep.
         self.factors[part.name] = tuple(
             factor.to(device=device if factor.dim() else "cpu", dtype=like.dtype).contiguous()
-            for factor, like in zip(found, first, strict=True)
+            for factor, like in zip(factors, first, strict=True)
         )
         self._starts[part.name] = part.start
         return self.factors[part.name]
@@ -294,25 +291,24 @@ class ReducerState:
 
         Only factors are communicated. The spreads say what the tensors of the state stand for.
         """
-        rows, spreads = network.rows, []
-        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
+        spreads = []
+        wholes: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
         for kind, name, held in self._in_order():
-            shape = rows.count, held.numel
-            whole = found[kind][name] = torch.empty(shape, dtype=held.dtype_of_row, device=device)
-            begin = rows.own * held.numel
-            own = tuple((begin + start, part) for start, part in held.of_row(first=rows.first))
-            spreads.append(Spread(whole, own))
-        return _gathered(found, self._factors_of_all(network, on_all=on_all)), spreads
+            shape = network.rows, held.numel
+            whole = wholes[kind][name] = torch.empty(shape, dtype=held.dtype_of_row, device=device)
+            begin, parts = network.row * held.numel, held.of_row(first=network.is_first_of_row)
+            spreads.append(Spread(whole, tuple((begin + start, part) for start, part in parts)))
+        return _gathered(wholes, self._factors_of_all(network, on_all=on_all)), spreads
 
     def know_all(self, network: Network) -> None:
         """Add the names that other ranks have, of which this one has no element. Collective."""
-        own = [(*key, h.numel, h.dtype == torch.float64) for key, h in self.held.items()]
-        for of_rank in _of_all_ranks({"held": own}, network):
+        held = [(*key, h.numel, h.dtype == torch.float64) for key, h in self.held.items()]
+        for of_rank in _of_all_ranks({"held": held}, network):
             for kind, name, numel, double in of_rank["held"]:
                 dtype = torch.float64 if double else torch.float32
                 self.held.setdefault((kind, name), ResidualParts(numel, dtype))
 
-    def load(self, gathered: Mapping[str, Any], rows: StateRows) -> None:
+    def load(self, gathered: Mapping[str, Any], network: Network) -> None:
         """Take over what :meth:`gather` returned, in place of everything held now.
 
         With the same number of rows each gets its own back. Otherwise each gets the mean: what is
@@ -320,13 +316,13 @@ class ReducerState:
         that has read its part of that by itself gives it as :class:`.ResidualParts`.
         """
         self.held = {
-            (kind, name): found
-            if isinstance(found, ResidualParts)
+            (kind, name): kept
+            if isinstance(kept, ResidualParts)
             else ResidualParts.from_row(
-                (found[rows.own] if len(found) == rows.count else found.mean(0)).clone()
+                (kept[network.row] if len(kept) == network.rows else kept.mean(0)).clone()
             )
             for kind, plural in _KINDS.items()
-            for name, found in gathered.get(plural, {}).items()
+            for name, kept in gathered.get(plural, {}).items()
         }
         self._adopted, self.is_mean = [], False
         self.load_factors(gathered.get("factors", {}))
@@ -357,20 +353,20 @@ class ReducerState:
             rows = ["mean" if fact["mean"] else None for fact in facts]
         row = rows[rank]
         first, count = rows.index(row) == rank, len({*rows} - {None})
-        found: dict[tuple[str, str], ResidualParts] = {}
+        means: dict[tuple[str, str], ResidualParts] = {}
         for kind, name, held in self._in_order():
             mine = held.row(first=first).to(network.device, copy=True).mul_(row is not None)
             channel.all_reduce(mine).wait()
-            found[kind, name] = ResidualParts.from_row(mine.div_(max(count, 1)).cpu())
+            means[kind, name] = ResidualParts.from_row(mine.div_(max(count, 1)).cpu())
         factors = self._factors_of_all(network, on_all=True)
-        self.held, self._adopted, self.is_mean = found, [], True
+        self.held, self._adopted, self.is_mean = means, [], True
         self.load_factors(factors)
 
     @property
     def all_factors(self) -> dict[str, Parts]:
-        """Those that this rank works with, and others that it has."""
-        own = {name: {self._starts[name]: pair} for name, pair in self.factors.items()}
-        return self._loaded_factors | own
+        """Factors that this rank works with, and others that it has."""
+        used = {name: {self._starts[name]: pair} for name, pair in self.factors.items()}
+        return self._loaded_factors | used
 
     @property
     def layout(self) -> Layout:
@@ -413,13 +409,13 @@ class ReducerState:
         """
         channel, device = network.state, network.device
         held = {(n, at): mine for n, of in self.all_factors.items() for at, mine in of.items()}
-        own = [
+        layouts = [
             [*key, [_layout_of(factor) for factor in mine], key[0] in self.factors]
             for key, mine in held.items()
         ]
-        facts = _of_all_ranks({"factors": own}, network)
+        facts = _of_all_ranks({"factors": layouts}, network)
         of_ranks = [{(n, at): about for n, at, *about in fact["factors"]} for fact in facts]
-        found: dict[str, dict[int, list[Tensor]]] = {}
+        whole: dict[str, dict[int, list[Tensor]]] = {}
         for key in sorted({key for of_rank in of_ranks for key in of_rank}):
             holders = [rank for rank, of_rank in enumerate(of_ranks) if key in of_rank]
             holder = next((r for r in holders if of_ranks[r][key][-1]), holders[0])
@@ -434,8 +430,8 @@ class ReducerState:
             for factor in factors if holder or on_all else ():
                 channel.broadcast(factor, owner=holder).wait()
             name, start = key
-            found.setdefault(name, {})[start] = [factor.cpu() for factor in factors]
-        return {name: of[0] if of.keys() == {0} else of for name, of in found.items()}
+            whole.setdefault(name, {})[start] = [factor.cpu() for factor in factors]
+        return {name: of[0] if of.keys() == {0} else of for name, of in whole.items()}
 
 
 class StateCopy:
@@ -459,8 +455,8 @@ class StateCopy:
         for name in self._names:
             memory = [copy for _, copy in self._copies.get(name, ())]
             tensors = self._state.tensors(name)
-            if [each.shape for each in memory] != [each.shape for each in tensors]:
-                memory = [torch.empty_like(each) for each in tensors]
+            if [tensor.shape for tensor in memory] != [tensor.shape for tensor in tensors]:
+                memory = [torch.empty_like(tensor) for tensor in tensors]
             self._copies[name] = list(zip(tensors, memory, strict=True))
             for tensor, copy in self._copies[name]:
                 copy.copy_(tensor)
@@ -477,14 +473,24 @@ class StateCopy:
         return sum(copy.nbytes for pairs in self._copies.values() for _, copy in pairs)
 
 
+def row_or_mean(count: int, network: Network, read: Callable[[int], Tensor]) -> Tensor:
+    """Row of this rank among ``count`` that were saved; the mean of all for another number of rows.
+
+    Args:
+        read: gives a row, by its number.
+    """
+    rows = [read(row) for row in ([network.row] if count == network.rows else range(count))]
+    return sum(rows[1:], rows[0]) / len(rows)
+
+
 def _of_all_ranks(own: Facts, network: Network) -> list[Facts]:
     group, limit = network.data.group, network.limit
     return all_facts(own, group=group, device=network.device, limit=limit)
 
 
 def _gathered(of_kinds: Mapping[str, Any], factors: Any) -> dict[str, Any]:
-    found = {_KINDS[kind]: of_kind for kind, of_kind in of_kinds.items()} | {"factors": factors}
-    return {key: value for key, value in found.items() if value or key == "residuals"}
+    state = {_KINDS[kind]: of_kind for kind, of_kind in of_kinds.items()} | {"factors": factors}
+    return {key: value for key, value in state.items() if value or key == "residuals"}
 
 
 def _layout_of(tensor: Tensor) -> list[str | int]:

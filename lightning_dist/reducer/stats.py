@@ -18,7 +18,7 @@ from lightning_dist.ranks.channel import Watch, nothing
 from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.planner import Handle
 from lightning_dist.reducer.units.base import CodecGroup, CommUnit
 from lightning_dist.settings.exchange import ExchangeSettings
 
@@ -59,7 +59,7 @@ class Observer(Watch):
 
 @contextmanager
 def working(observers: Sequence[Observer], bucket: int, phase: Phase) -> Iterator[None]:
-    """While the reducer computes for a bucket."""
+    """Context in which the reducer computes for a bucket."""
     with ExitStack() as stack:
         for observer in tuple(observers):  # another thread may change them
             stack.callback(observer.works(bucket, phase))
@@ -70,11 +70,11 @@ def show_encoding(
     observers: Sequence[Observer], handle: Handle, unit: CommUnit, scale: Tensor, *, step: int
 ) -> None:
     """Show ``observers`` what ``unit`` is about to encode."""
-    if unit.source is None or not observers:
+    if unit.samples is None or not observers:
         return
     lossy = [group for group in handle.groups if not group.codec.lossless]
     numel = sum(part.numel for group in lossy for part in group.slices)
-    samples = partial(unit.source.samples, scale=scale, step=step)
+    samples = partial(unit.samples, scale=scale, step=step)
     for observer in tuple(observers):
         observer.encodes(handle.key, samples, numel=numel, scale=scale)
 

@@ -22,7 +22,7 @@ from lightning_dist.base.accelerator import is_accelerator, placed
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.ranks.facts import all_facts, differences
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.planner import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState, StateCopy
 from lightning_dist.reducer.units.base import CodecGroup, decode_all
@@ -79,11 +79,11 @@ def add_residuals(
     for part in [part for part in group.slices if part.name in group.residuals_sent]:
         has_momentum = ("momentum", part.name) in state.held
         momentum = group.codec.momentum_correction if has_momentum else 0.0
-        weight = network.world_size / network.rows.count * (1 - momentum)
+        weight = network.world_size / network.rows * (1 - momentum)
         for start, kept in (
             [(0, state.per_rank("residual", part, dtype=dtype, device=device))]
             if sharded
-            else state.held["residual", part.name].of_row(first=network.rows.first)
+            else state.held["residual", part.name].of_row(first=network.is_first_of_row)
         ):
             gradient = part.of(bucket)[start : start + len(kept)]
             gradient.copy_(torch.add(gradient, kept.to(device) * scale, alpha=weight))

@@ -122,12 +122,12 @@ def comm_metrics(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         ``comm/inter_bytes``, ``comm/total_raw_bytes``, ``comm/total_wire_bytes``; nothing before
         the first step.
     """
-    begun = [each for each in stats if each["steps"]]
+    begun = [model for model in stats if model["steps"]]
     if not begun:
         return {}
-    last = {key: sum(each["last_step"][key] for each in begun) for key in _OF_ONE_STEP}
+    last = {key: sum(model["last_step"][key] for model in begun) for key in _OF_ONE_STEP}
     ratio = last["raw_bytes"] / last["wire_bytes"] if last["wire_bytes"] else 1.0
     metrics = {f"comm/{key}": value for key, value in last.items()} | {
         "comm/compression_ratio": ratio
     }
-    return metrics | {f"comm/total_{key}": sum(each[key] for each in begun) for key in _IN_TOTAL}
+    return metrics | {f"comm/total_{key}": sum(model[key] for model in begun) for key in _IN_TOTAL}

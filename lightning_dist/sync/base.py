@@ -66,7 +66,7 @@ class Environment:
 
     @property
     def grad_scale(self) -> Callable[[], Tensor | None] | None:
-        """As of :class:`.Reducer`."""
+        """Scale of the GradScaler, as of :class:`.Reducer`."""
         return loss_scale_of(self.grad_scaler)
 
 
@@ -119,11 +119,12 @@ class Sync(ABC):
         Raises:
             ValueError: an optimizer that cannot be used with these settings.
         """
+        self._optimizers = [*map(ref, optimizers)]
 
     def trains(self, optimizer: Optimizer) -> bool:
         """True if ``optimizer`` steps a parameter that is kept equal."""
-        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        return not own.isdisjoint(self.names)
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        return not stepped.isdisjoint(self.names)
 
     @property
     def names(self) -> Mapping[Tensor, str]:
@@ -135,9 +136,9 @@ class Sync(ABC):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those of :meth:`connect` that are still there."""
-        found = (each() for each in self._optimizers)
-        return [each for each in found if each is not None]
+        """Optimizers of :meth:`connect` that are still there."""
+        optimizers = (optimizer() for optimizer in self._optimizers)
+        return [optimizer for optimizer in optimizers if optimizer is not None]
 
     @property
     @abstractmethod
@@ -146,7 +147,7 @@ class Sync(ABC):
 
     def is_of(self, model: nn.Module) -> bool:
         """True if this is what keeps ``model`` equal, which may be in DDP."""
-        return any(each() is self for each in _attached_to(model))
+        return any(attached() is self for attached in _attached_to(model))
 
     # Reports, which are those of the reducer unless there is none.
 
@@ -260,13 +261,13 @@ class Sync(ABC):
         """
 
     def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> Mapping[str, Any]:
-        """This rank's part of :meth:`state_dict`, for :meth:`load_own_state`.
+        """Part of :meth:`state_dict` for this rank, for :meth:`load_own_state`.
 
         Args:
             read: gives a part of a tensor of ``state``, which may be in a file.
         """
-        found: dict[str, Any] = map_tensors(partial(read_whole, read=read), state)
-        return found
+        part: dict[str, Any] = map_tensors(partial(read_whole, read=read), state)
+        return part
 
     @abstractmethod
     def load_own_state(self, state: Mapping[str, Any] | None) -> None:
@@ -286,7 +287,7 @@ _attached: WeakKeyDictionary[nn.Module, list[ref[Sync]]] = WeakKeyDictionary()
 
 def remember(model: nn.Module, sync: Sync) -> None:
     """Let :func:`sync_of` find ``sync``; ``model`` is without DDP."""
-    held = [each for each in _attached.get(model, ()) if each() is not None]
+    held = [attached for attached in _attached.get(model, ()) if attached() is not None]
     _attached[model] = [*held, ref(sync)]
 
 
@@ -299,30 +300,30 @@ def sync_of(model: nn.Module, kind: type[_S]) -> _S | None: ...
 
 
 def sync_of(model: nn.Module, kind: type[Any] = Sync) -> Any:
-    """What keeps the replicas of ``model`` equal: the newest one of this kind that is not closed.
+    """Sync of ``model``: the newest one of this kind that is not closed.
 
     ``model`` may be in DDP.
     """
-    return next((each for each in syncs_of(model) if isinstance(each, kind)), None)
+    return next((sync for sync in syncs_of(model) if isinstance(sync, kind)), None)
 
 
 def sync_within(model: nn.Module, kind: type[_S]) -> _S | None:
     """:func:`sync_of` of ``model``, or else of the ``module`` that a wrapper of Fabric's has."""
     inner: object = getattr(model, "module", None)
-    found = sync_of(model, kind)
-    return sync_of(inner, kind) if found is None and isinstance(inner, nn.Module) else found
+    sync = sync_of(model, kind)
+    return sync_of(inner, kind) if sync is None and isinstance(inner, nn.Module) else sync
 
 
 def syncs_of(model: nn.Module) -> list[Sync]:
     """All that keep replicas of ``model`` equal and are not closed, the newest first."""
-    found = (each() for each in reversed(_attached_to(model)))
-    return [each for each in found if each is not None and not each.closed]
+    syncs = (attached() for attached in reversed(_attached_to(model)))
+    return [sync for sync in syncs if sync is not None and not sync.closed]
 
 
 def continued(model: nn.Module, before: Sync | None) -> Sync | None:
     """``before`` if it is the last one that was attached to ``model``, closed or not, else None."""
-    found = [each() for each in _attached_to(model)]
-    return before if before is not None and found and found[-1] is before else None
+    syncs = [attached() for attached in _attached_to(model)]
+    return before if before is not None and syncs and syncs[-1] is before else None
 
 
 def _attached_to(model: nn.Module) -> Sequence[ref[Sync]]:

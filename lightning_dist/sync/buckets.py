@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # its stubs lack it
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.base.private import rebuild_ddp, sparse_parts
+from lightning_dist.base.private import (
+    name_before_compile,
+    names_ignored_by_ddp,
+    rebuild_ddp,
+    sparse_parts,
+)
 from lightning_dist.ranks.traffic import ring_all_gather
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.stats import untraced
-from lightning_dist.sync.rules import finds_unused
 
 
 class TrainedSet:
@@ -73,22 +78,39 @@ class TrainedSet:
             rebuild_ddp(model, model.process_group)
 
 
+def finds_unused(model: DistributedDataParallel) -> bool:
+    """True if DDP looks for parameters without a gradient."""
+    return model.find_unused_parameters and not model.static_graph
+
+
+def sparse_tables(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Embeddings whose gradients are sparse and averaged by DDP, by name."""
+    tables = [
+        child.weight
+        for child in module.modules()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+    ]
+    return {
+        name_before_compile(name): parameter
+        for name, parameter in trained_by_ddp(module).items()
+        if any(parameter is table for table in tables)
+    }
+
+
+def trained_by_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters whose gradients DDP averages, by name: trained, and not left to others."""
+    ignored = names_ignored_by_ddp(module)
+    named = module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and name not in ignored}
+
+
 def flags_of(parameters: Iterable[Tensor]) -> list[bool]:
     """``requires_grad`` of each, to see before every step whether one has changed."""
-    return [each.requires_grad for each in parameters]
+    return [parameter.requires_grad for parameter in parameters]
 
 
 def _trained(parameters: Iterable[Tensor]) -> frozenset[Tensor]:
-    return frozenset(each for each in parameters if each.requires_grad)
-
-
-class Bucket(Protocol):
-    """The part of ``torch.distributed.GradBucket`` that is used."""
-
-    def buffer(self) -> Tensor: ...
-    def index(self) -> int: ...
-    def is_last(self) -> bool: ...
-    def parameters(self) -> list[Tensor]: ...
+    return frozenset(parameter for parameter in parameters if parameter.requires_grad)
 
 
 class DDPBuckets:
@@ -118,8 +140,9 @@ class DDPBuckets:
         self._used: set[str] | None = set() if find_unused else None
         self.note(trained)
         for dtype in dict.fromkeys(parameter.dtype.to_real() for parameter in trained):
-            alike = [each for each in trained if each.dtype.to_real() == dtype]
-            reducer.reserve(slices_of([reducer.names[each] for each in alike], alike), dtype)
+            alike = [parameter for parameter in trained if parameter.dtype.to_real() == dtype]
+            names = [reducer.names[parameter] for parameter in alike]
+            reducer.reserve(slices_of(names, alike), dtype)
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Note from now on which of ``parameters`` a backward pass uses."""
@@ -130,7 +153,7 @@ class DDPBuckets:
             hook = parameter.register_post_accumulate_grad_hook(noted)  # type: ignore[no-untyped-call]
             self.reducer.at_close.append(hook.remove)
 
-    def reduce(self, bucket: Bucket) -> Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Start averaging ``bucket.buffer() (N,)`` over all ranks, in place.
 
         The future is ready with that buffer once the mean is there. Collective: every rank calls it
@@ -149,10 +172,10 @@ class DDPBuckets:
                 self._used.clear()
         return done
 
-    def _start(self, bucket: Bucket) -> Future[Tensor]:
+    def _start(self, bucket: GradBucket) -> Future[Tensor]:
         slices, used = self._slices_of(bucket), self._used
         # Complete for the parameters of a bucket once DDP hands the bucket over.
-        absent = () if used is None else [each.name for each in slices if each.name not in used]
+        absent = () if used is None else [part.name for part in slices if part.name not in used]
         key = bucket.index()
         buffer = bucket.buffer()
         is_complex = buffer.is_complex()  # before torch 2.11; since then its pairs of real numbers
@@ -176,15 +199,15 @@ class DDPBuckets:
         averaged: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return averaged
 
-    def _slices_of(self, bucket: Bucket) -> Sequence[ParameterSlice]:
+    def _slices_of(self, bucket: GradBucket) -> Sequence[ParameterSlice]:
         """Slices of the parameters in ``bucket``, worked out once per layout."""
         parameters = bucket.parameters()
         key = tuple(map(id, parameters))
-        found = self._slices.get(bucket.index())
-        if found is None or found[0] != key:
+        known = self._slices.get(bucket.index())
+        if known is None or known[0] != key:
             names = [self.reducer.names[parameter] for parameter in parameters]
-            found = self._slices[bucket.index()] = key, slices_of(names, parameters)
-        return found[1]
+            known = self._slices[bucket.index()] = key, slices_of(names, parameters)
+        return known[1]
 
 
 def _note(used: set[str], name: str, _: Tensor) -> None:

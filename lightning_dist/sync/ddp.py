@@ -30,16 +30,16 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.base import Environment, Groups, Sync, continued, remember
-from lightning_dist.sync.buckets import DDPBuckets, TrainedSet
+from lightning_dist.sync.buckets import DDPBuckets, TrainedSet, finds_unused
 from lightning_dist.sync.effect import (
     compresses_fewer_bytes,
     log_effective_settings,
     require_effect,
+    watch_optimizers,
 )
 from lightning_dist.sync.networks import network_for
 from lightning_dist.sync.onebit_adam import OneBitAdam
-from lightning_dist.sync.optimizers import watch_optimizers
-from lightning_dist.sync.rules import Case, check, finds_unused
+from lightning_dist.sync.rules import Case, check
 
 log = get_logger(__name__)
 
@@ -112,11 +112,11 @@ class GradientSync(Sync):
 
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
         """Let a OneBitAdam among ``optimizers`` exchange its momentum. Collective."""
-        self._optimizers = [*map(ref, optimizers)]
+        super().connect(optimizers, environment)
         self.reducer.wait()  # its thread must not be using the group
         network = self.reducer.network
-        onebit = [each for each in optimizers if isinstance(each, OneBitAdam)]
-        facts = {"OneBitAdam": [repr(each.defaults) for each in onebit]}
+        onebit = [optimizer for optimizer in optimizers if isinstance(optimizer, OneBitAdam)]
+        facts = {"OneBitAdam": [repr(optimizer.defaults) for optimizer in onebit]}
         require_equal(all_facts(facts, group=network.data.group, device=network.device))
         case = Case(self.settings, None, optimizers, environment, parameters=self.names)
         check(case, at="optimizers")
@@ -132,7 +132,7 @@ class GradientSync(Sync):
         return module
 
     def expect_steps(self, steps: int | None, *, done: int, is_trial: bool) -> None:
-        expect_compression(self.reducer, self.optimizers, steps, done=done, is_trial=is_trial)
+        expect_compression(self, steps, done=done, is_trial=is_trial)
 
     def no_sync(self) -> AbstractContextManager[None]:
         model = self._ddp()
@@ -199,25 +199,21 @@ def _reducer_for(
             )
         reducer.state.keep_only({name: of for name, of in numel.items() if name not in moved})
     trained = [as_real(parameter) for parameter in names if parameter.requires_grad]
-    compile_kernels(reducer, [(each.dtype, each.numel()) for each in trained], says=first)
+    compile_kernels(reducer, [(real.dtype, real.numel()) for real in trained], says=first)
     return reducer, begins
 
 
-def expect_compression(
-    reducer: Reducer,
-    optimizers: Sequence[Optimizer],
-    steps: int | None,
-    *,
-    done: int,
-    is_trial: bool,
-) -> None:
+def expect_compression(sync: Sync, steps: int | None, *, done: int, is_trial: bool) -> None:
     """:meth:`.Sync.expect_steps` of what has a reducer of gradients."""
+    reducer = sync.reducer
+    assert reducer is not None
     if is_trial:  # which may well end before compression begins
         if reducer.never_compressed is not None:
             reducer.never_compressed.detach()
     elif steps is not None and not done and reducer.network.world_size > 1:
-        settings = reducer.settings
-        check(Case(settings, optimizers=optimizers, reducer=reducer, steps=steps), at="steps")
+        optimizers = sync.optimizers
+        case = Case(reducer.settings, optimizers=optimizers, reducer=reducer, steps=steps)
+        check(case, at="steps")
 
 
 def lightning_dist_hook(state: GradientSync, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -257,7 +253,7 @@ def compile_kernels(
 def _communicates(model: DistributedDataParallel) -> bool:
     """Whether DDP or a layer has collectives of its own in a backward pass."""
     # That of DDP says which parameters the ranks have used.
-    synchronised = any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
+    synchronised = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return synchronised or finds_unused(model)
 
 

@@ -1,4 +1,4 @@
-"""Effect of the settings on a model: what they compress, said once, or refused."""
+"""Effect of settings on a model and its optimizers: what they compress, said once, or refused."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from weakref import finalize
+from typing import Any
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from lightning_utilities.core import rank_zero
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lightning_dist.base.log import get_logger, prefixed
+from lightning_dist.base.private import name_before_compile, names_ignored_by_ddp
 from lightning_dist.codecs import Codec, NoCompression
 from lightning_dist.codecs.none import Uncompressed
 from lightning_dist.codecs.policies import NORMS_BIASES_EMBEDDINGS, patterns_of
@@ -24,10 +27,12 @@ from lightning_dist.ranks.launch import RECOVERY_STORE
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_real
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.stats import CommStats
+from lightning_dist.reducer.stats import CommStats, untraced
 from lightning_dist.reducer.units.by_codec import require_units
 from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.sync.base import Sync
 from lightning_dist.sync.networks import picture
+from lightning_dist.sync.rules import Case, check
 
 log = get_logger(__name__)
 
@@ -95,7 +100,7 @@ def _unmatched(codec: Codec, names: Sequence[str]) -> Iterator[str]:
 
 
 def _likeness(text: str, name: str) -> float:
-    """Of a text and a name, or a part of it between dots."""
+    """Likeness of a text and a name, or a part of it between dots."""
     parts = {name, *name.split(".")}
     return max(difflib.SequenceMatcher(None, text, part).ratio() for part in parts)
 
@@ -114,7 +119,7 @@ def compresses_fewer_bytes(
             return True
     if codec is None:
         return False
-    ranks, count = planner.network.rows.count, len({part.name for _, part, _ in wanted})
+    ranks, count = planner.network.rows, len({part.name for _, part, _ in wanted})
     if planner.affordable(codec, ParameterSlice("", 0, (1 << 24,)), torch.float32).lossless:
         raise ValueError(
             f"codec {codec} between {ranks} ranks sends more than uncompressed gradients: its "
@@ -223,3 +228,77 @@ def _never_begun(stats: CommStats, begins: int) -> None:
             sent["steps"],
             begins,
         )
+
+
+_Layout = tuple[int, ...]  # parameters of each group
+
+
+def watch_optimizers(reducer: Reducer, module: nn.Module) -> None:
+    """Check the optimizers of ``reducer``'s parameters, and let it compare what they are set to."""
+    watch = OptimizerWatch(reducer, module)
+    reducer.at_close.append(watch.close)
+    reducer.hyperparameters = watch.hyperparameters
+
+
+class OptimizerWatch:
+    """Checks each optimizer of an owner's parameters before its first step, and with new groups.
+
+    In plain DDP nothing else leads from a model to its optimizers. Their hyperparameters are
+    compared between ranks by the reducer.
+    """
+
+    def __init__(self, owner: Reducer | Sync, module: nn.Module) -> None:
+        self._owner, self._module = ref(owner), ref(module)
+        self._seen: WeakKeyDictionary[Optimizer, _Layout] = WeakKeyDictionary()
+        self._own: WeakKeyDictionary[Optimizer, frozenset[Tensor]] = WeakKeyDictionary()
+        self.close = register_optimizer_step_pre_hook(untraced(self._before_step)).remove
+        """Checks no more."""
+
+    def hyperparameters(self) -> Mapping[str, str]:
+        """Hyperparameters of each optimizer that has stepped, by optimizer, group and name."""
+        values = {}
+        for optimizer in list(self._own):
+            names = self._names_of(optimizer)
+            kind = f"{type(optimizer).__name__} of {min(names)!r}"
+            for number, group in enumerate(optimizer.param_groups):
+                for key in sorted({"lr", *optimizer.defaults} & group.keys()):
+                    value = group[key]
+                    if isinstance(value, Tensor) and value.numel() == 1:
+                        value = value.item()
+                    if isinstance(value, bool | int | float | str | tuple | list | None):
+                        values[f"{key} of {kind}, group {number}"] = repr(value)
+        return values
+
+    def _names_of(self, optimizer: Optimizer) -> list[str]:
+        owner = self._owner()
+        return [] if owner is None else [owner.names[p] for p in self._own[optimizer]]
+
+    def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        owner, module = self._owner(), self._module()
+        if owner is None or module is None or owner.closed:
+            return
+        layout = tuple(len(group["params"]) for group in optimizer.param_groups)
+        if self._seen.get(optimizer) != layout:
+            self._check(optimizer, owner, module)
+            self._seen[optimizer] = layout
+
+    def _check(self, optimizer: Optimizer, owner: Reducer | Sync, module: nn.Module) -> None:
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        ignored, named = names_ignored_by_ddp(module), module.named_parameters()
+        for name, parameter in named:
+            if parameter in stepped and parameter not in owner.names and name not in ignored:
+                raise ValueError(
+                    f"All parameters that are stepped must be in the model when it is wrapped, got "
+                    f"{name_before_compile(name)!r}, whose gradient no rank sends: it was added "
+                    "later; add it before, or wrap the model anew"
+                )
+        averaged = stepped & owner.names.keys()
+        if not averaged:
+            return
+        # One within another, such as ZeroRedundancyOptimizer's, has some of the same parameters.
+        apart = [other for other, held in self._own.items() if held.isdisjoint(averaged)]
+        check(
+            Case(owner.settings, module, [optimizer, *apart], parameters=owner.names),
+            at="optimizers",
+        )
+        self._own[optimizer] = frozenset(averaged)

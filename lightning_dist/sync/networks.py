@@ -1,14 +1,15 @@
-"""Process groups of a sync: which ranks, in which levels, made once all want the same."""
+"""Process groups and meshes of a sync: which ranks, in which levels, once all want the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.base.log import get_logger
@@ -23,14 +24,16 @@ from lightning_dist.ranks.levels import (
     blocks_of,
     describe_counts,
     levels_of,
+    ranks_by,
     require_cover,
     rows_of,
 )
 from lightning_dist.reducer.network import Network, NewGroup, in_levels
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.settings.exchange import FSDP2, ExchangeSettings, MeshSettings, ShardedSettings
+from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.sync.base import Groups
-from lightning_dist.sync.rules import finds_unused
+from lightning_dist.sync.buckets import finds_unused
 
 log = get_logger(__name__)
 
@@ -111,14 +114,14 @@ def _check_claims(
     *,
     says: bool,
 ) -> None:
-    found = contradiction(nodes, claims)
-    if found is None:
+    problem = contradiction(nodes, claims)
+    if problem is None:
         return
     remedy = "name the groups with ranks_per_node= or rank_groups="
     if settings.hierarchical != "auto":
-        raise ValueError(f"{found}; {remedy}")
+        raise ValueError(f"{problem}; {remedy}")
     if says:
-        log.warning("%s. Host names are used; %s", found, remedy)
+        log.warning("%s. Host names are used; %s", problem, remedy)
 
 
 def _require_flat(settings: ExchangeSettings, topology: Topology) -> None:
@@ -194,16 +197,15 @@ def network_over(
     if groups is not None and len(groups) < 2:
         raise ValueError(f"groups must be two process groups or more, got {len(groups)}")
     data, control, *levels = groups or new_groups(like)
-    own = {
+    agreed = {
         **settings.fingerprint(),
         "groups": view_of(settings, world_size=data.size()),
         "process groups of levels": "given" if levels else "made here",
         **facts,
     }
-    place = claim(rank=dist.get_rank() if dist.is_initialized() else data.rank())
-    place_of_own = {"node": host_name(), "claim": None if place is None else place.as_fact()}
-    gathered = all_facts({**own, **place_of_own}, group=data, device=device)
-    require_equal([{key: fact[key] for key in own} for fact in gathered])
+    place = _place(dist.get_rank() if dist.is_initialized() else data.rank())
+    gathered = all_facts({**agreed, **place}, group=data, device=device)
+    require_equal([{key: fact[key] for key in agreed} for fact in gathered])
     nodes, claims = [fact["node"] for fact in gathered], [fact["claim"] for fact in gathered]
     if tree is None:
         topology, tree = topology_of(settings, nodes=nodes, claims=claims, rank=data.rank())
@@ -224,6 +226,12 @@ def network_over(
     leader = settings.hierarchical == "leader"
     new_group = _given(levels, topology.rank) if levels else _made(like, tree, leader=leader)
     return _connected(in_levels(network, tree, leader=leader, new_group=new_group))
+
+
+def _place(rank: int) -> dict[str, Any]:
+    """Node of this process, the global ``rank``, by its own name and by its launcher."""
+    placement = claim(rank=rank)
+    return {"node": host_name(), "claim": None if placement is None else placement.as_fact()}
 
 
 def _connected(network: Network) -> Network:
@@ -254,20 +262,20 @@ def node_group(like: dist.ProcessGroup, settings: ExchangeSettings, *, device: t
             f"{topology.describe()}; leave it at 'rank', or name the groups with ranks_per_node= "
             "or rank_groups="
         )
-    found = {tuple(each): _new_group(like, each) for each in tree}
-    return next(group for ranks, group in found.items() if topology.rank in ranks)
+    groups = {tuple(ranks): _new_group(like, ranks) for ranks in tree}
+    return next(group for ranks, group in groups.items() if topology.rank in ranks)
 
 
 def _made(like: dist.ProcessGroup, tree: Nodes, *, leader: bool) -> NewGroup:
     """The groups of ``tree``, all of them made by all ranks of ``like`` in one order."""
-    found = groups_of(tree, leader=leader, make=partial(_new_group, like))
+    groups = groups_of(tree, leader=leader, make=partial(_new_group, like))
     if like.size() < dist.get_world_size():
         # torch names such a group by how many this process has made before: ranks that have made
         # fewer would never meet the others in the next one.
         levels = len(levels_of(tree, leader=leader))
-        for _ in range(sum(like.rank() in ranks for ranks in found), levels):
+        for _ in range(sum(like.rank() in ranks for ranks in groups), levels):
             _new_group(like, [like.rank()])
-    return lambda ranks: found[tuple(ranks)]
+    return lambda ranks: groups[tuple(ranks)]
 
 
 def groups_of(
@@ -344,3 +352,100 @@ def sharded_network(
     tree = tuple(tuple(order[rank] for rank in row) for row in ranks.tolist())
     facts = {"mesh": str(ranks.tolist()), "parameters": parameters}
     return network_over(world, settings, device=device, facts=facts, tree=tree)
+
+
+DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
+"""Dimensions of the mesh of a model that is held once, or in shards, on every node."""
+
+
+def require_sizes(settings: ExchangeSettings, sizes: MeshSettings) -> None:
+    """Raise ValueError unless a mesh of these sizes can be trained with ``settings``."""
+    replicas, tensor = sizes.replicate_size, sizes.tensor_parallel_size
+    if isinstance(settings, LocalUpdateSettings) and tensor != 1:
+        raise ValueError(
+            "Local updates need a model that is sharded over one dimension, got "
+            f"tensor_parallel_size={tensor}; leave it out, or use CompressedModelParallelStrategy"
+        )
+    if _is_one_replica(settings) and (replicas not in ("auto", 1) or tensor != 1):
+        raise ValueError(
+            "parameters= is for one replica that is sharded over all ranks, got "
+            f"replicate_size={replicas} and tensor_parallel_size={tensor}; leave both out, or "
+            "parameters="
+        )
+
+
+def _is_one_replica(settings: ExchangeSettings) -> bool:
+    return isinstance(settings, ShardedSettings) and settings.parameters is not None
+
+
+def replicated_mesh(
+    settings: ExchangeSettings, given: MeshSettings, *, device: torch.device
+) -> DeviceMesh:
+    """Mesh of all ranks with the dimensions :data:`DIMENSIONS`. Collective.
+
+    Raises:
+        ValueError: the sizes do not make up the world size, or nodes are no blocks of ranks.
+    """
+    world, replicas = dist.get_world_size(), given.replicate_size
+    if _is_one_replica(settings):
+        replicas = 1
+    nodes = _count_nodes(device) if replicas == "auto" else replicas
+    left = max(1, world // (nodes * given.tensor_parallel_size))
+    shards = left if given.data_parallel_size == "auto" else given.data_parallel_size
+    sizes = (nodes, shards, given.tensor_parallel_size)
+    if prod(sizes) != world:
+        raise ValueError(
+            "replicate_size * data_parallel_size * tensor_parallel_size must be the world "
+            f"size, got {' * '.join(map(str, sizes))} for {world} ranks; leave "
+            "data_parallel_size at 'auto', or start another number of ranks"
+        )
+    averages = settings.kind == FSDP2 and not _is_one_replica(settings)
+    if averages and nodes == 1 and dist.get_rank() == 0:
+        log.warning(
+            "One replica: nothing crosses between nodes and nothing is compressed, codec %s "
+            "takes effect with two nodes or more, or with replicate_size=",
+            settings.inter,
+        )
+    return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
+
+
+def exchange_mesh(settings: ExchangeSettings, mesh: DeviceMesh) -> DeviceMesh | None:
+    """Dimensions of ``mesh`` over which is exchanged; None: there is one replica."""
+    if _is_one_replica(settings):
+        return mesh[DIMENSIONS[1]]
+    has_several = mesh[DIMENSIONS[0]].size() > 1 or settings.kind != FSDP2
+    return mesh[DIMENSIONS[:2]] if has_several else None
+
+
+def sampler_arguments(mesh: DeviceMesh) -> dict[str, int]:
+    """Arguments of a sampler: data-parallel ranks of all replicas get data of their own."""
+    replicate, data = (mesh[name] for name in DIMENSIONS[:2])
+    return {
+        "num_replicas": replicate.size() * data.size(),
+        "rank": replicate.get_local_rank() * data.size() + data.get_local_rank(),
+    }
+
+
+def _count_nodes(device: torch.device) -> int:
+    """Nodes of equally many ranks that follow each other. Collective.
+
+    Raises:
+        ValueError: they are not such.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    facts = all_facts(_place(world.rank()), group=world, device=device)
+    nodes = [fact["node"] for fact in facts]
+    remedy = "give replicate_size=, the number of replicas"
+    problem = contradiction(nodes, [fact["claim"] for fact in facts])
+    if problem is not None and world.rank() == 0:
+        log.warning("%s. Host names are used; %s", problem, remedy)
+    blocks = ranks_by(nodes)
+    if len(set(map(len, blocks))) > 1 or [r for ranks in blocks for r in ranks] != [
+        *range(len(nodes))
+    ]:
+        raise ValueError(
+            "replicate_size='auto' needs nodes with equally many ranks, numbered node by node, got "
+            f"{describe_counts([len(ranks) for ranks in blocks])}: {blocks}; {remedy}"
+        )
+    return len(blocks)

@@ -74,8 +74,8 @@ class OneBitAdam(torch.optim.Optimizer):
             "step": 0,
         }
         super().__init__(params, defaults)
-        every = (parameter for group in self.param_groups for parameter in group["params"])
-        odd = next((parameter.dtype for parameter in every if parameter.is_complex()), None)
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        odd = next((parameter.dtype for parameter in parameters if parameter.is_complex()), None)
         if odd is not None:
             raise ValueError(
                 f"OneBitAdam needs real parameters, got one of {odd}; keep its real and imaginary "

@@ -17,11 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dist.base.accelerator import has_streams
-from lightning_dist.base.private import (
-    communication_hooks,
-    name_before_compile,
-    names_ignored_by_ddp,
-)
+from lightning_dist.base.private import communication_hooks
 from lightning_dist.measurement.exposure import first_compressed_step
 from lightning_dist.settings.exchange import (
     DDP,
@@ -33,6 +29,7 @@ from lightning_dist.settings.exchange import (
 )
 from lightning_dist.settings.local_updates import LocalUpdateSettings
 from lightning_dist.sync.base import Environment, Sync
+from lightning_dist.sync.buckets import finds_unused, sparse_tables, trained_by_ddp
 from lightning_dist.sync.onebit_adam import OneBitAdam
 
 if TYPE_CHECKING:
@@ -109,32 +106,6 @@ def check(case: Case, *, at: Moment) -> None:
             message = rule.problem(case)
             if message is not None:
                 raise ValueError(message)
-
-
-def finds_unused(model: DistributedDataParallel) -> bool:
-    """True if DDP looks for parameters without a gradient."""
-    return model.find_unused_parameters and not model.static_graph
-
-
-def sparse_tables(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Embeddings whose gradients are sparse and averaged by DDP, by name."""
-    tables = [
-        child.weight
-        for child in module.modules()
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
-    ]
-    return {
-        name_before_compile(name): parameter
-        for name, parameter in trained_by_ddp(module).items()
-        if any(parameter is table for table in tables)
-    }
-
-
-def trained_by_ddp(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters whose gradients DDP averages, by name: trained, and not left to others."""
-    ignored = names_ignored_by_ddp(module)
-    named = module.named_parameters()
-    return {name: p for name, p in named if p.requires_grad and name not in ignored}
 
 
 # Modules.
@@ -373,19 +344,19 @@ def _applies_momentum_twice(case: Case) -> str | None:
 
 
 def _groups_of_model(case: Case) -> Iterator[tuple[Optimizer, Mapping[str, object]]]:
-    own = case.parameters
+    kept = case.parameters
     for optimizer in case.optimizers:
         for group in optimizer.param_groups:
-            if own is None or any(parameter in own for parameter in group["params"]):
+            if kept is None or any(parameter in kept for parameter in group["params"]):
                 yield optimizer, group
 
 
 def _delays_for_another_optimizer(case: Case) -> str | None:
     seen, count = set[Tensor](), 0
     for optimizer in case.optimizers:  # one within another has some of the same parameters
-        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        count += own.isdisjoint(seen)
-        seen |= own
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        count += stepped.isdisjoint(seen)
+        seen |= stepped
     if not case.settings.delay or count < 2:
         return None
     return (

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import LocalUpdateModelParallelStrategy
 from lightning_dist.checkpoint.reading import load
-from lightning_dist.sync.mesh import DIMENSIONS
+from lightning_dist.sync.networks import DIMENSIONS
 
 KEY = "lightning_dist_local_updates"
 SCHEDULE: dict[str, Any] = {

@@ -46,7 +46,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from lightning_dist import CommProfiler, LocalUpdateStrategy, local_updates
 from lightning_dist.fabric import CompressedModelParallelStrategy as CompressedFabric
 from lightning_dist.fabric import LocalUpdateModelParallelStrategy as FabricStrategy
-from lightning_dist.sync.mesh import DIMENSIONS
+from lightning_dist.sync.networks import DIMENSIONS
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4, hosts=2)]
 

@@ -131,7 +131,7 @@ def test_samples_that_a_worker_has_counted_are_of_its_first_rank(tmp_path: Path)
     path = saved(tmp_path, Unequal(), how="distributed", fitting=given, **settings)
     strategy = ours(**settings, replicate_size=4)
     note = LambdaCallback(
-        on_train_start=lambda *_: seen.append(strategy.updates._gradients.samples.seen)
+        on_train_start=lambda *_: seen.append(strategy.updates._gradients.samples)
     )
     watch(strategy, Unequal(), note, ckpt_path=path, **given)
     assert seen == [[BATCHES * (1 + 2), BATCHES * (3 + 4), 0, 0][dist.get_rank()]]

@@ -34,9 +34,9 @@ def laid_out(*sizes: int, gap: int = 0) -> list[Slice]:
     """Slices of ``sizes``, ``gap`` elements apart in the gradient, in another order in memory."""
     slices: list[Slice] = []
     offset, memory = gap, sum(sizes)
-    for i, numel in enumerate(sizes):
+    for numel in sizes:
         memory -= numel
-        slices.append(Slice(f"p{i}", offset, numel, memory))
+        slices.append(Slice(offset, numel, memory))
         offset += numel + gap
     return slices
 
@@ -143,7 +143,7 @@ class Eager:
                 flats.append(residual[part.memory : part.memory + part.numel])
             grid = self._grid(part)
             span = BlockColumns(grid, 0, grid.blocks_per_row, direct=False)
-            tile = tile_of(part.name, flats, span, columns=columns)
+            tile = tile_of("", flats, span, columns=columns)
             tile.load()
             tiles.append((tile, columns))
         return tiles

@@ -10,7 +10,7 @@ import pytest
 from quick_interpreter import quicken_interpreter
 
 from lightning_dist.kernels.triton import table
-from lightning_dist.reducer.plan import flat_planner
+from lightning_dist.reducer.plan import flat as flat_plan
 
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 quicken_interpreter()
@@ -37,7 +37,7 @@ def in_tables(
             launch(kernel, *there, **constants)
 
     with (
-        patch.object(flat_planner, "available_on", lambda device: True),
+        patch.object(flat_plan, "available_on", lambda device: True),
         patch.object(passes, "_launch", interpreted),
         patch.object(table, "_INTERPRETED_TILE_ELEMENTS", 1 << 10),  # tests have small slices
     ):

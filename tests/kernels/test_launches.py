@@ -20,7 +20,7 @@ from interpreted import in_tables
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dist.codecs import NoCompression, resolve_codec
+from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.policies import raw_beside
 from lightning_dist.kernels import passes as eager_passes
 from lightning_dist.ranks import Topology
@@ -33,6 +33,7 @@ from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.units import table
 from lightning_dist.reducer.units.base import CommUnit, decode_all, staggered
+from lightning_dist.settings.exchange import ExchangeSettings
 
 passes = pytest.importorskip("lightning_dist.kernels.triton.passes")
 
@@ -92,8 +93,7 @@ def planner_of(
     return Planner(
         network,
         ReducerState(),
-        memory_of=lambda codec: codec.memory(True),
-        intra_codec=NoCompression(),
+        ExchangeSettings(error_feedback=True),
         immediate=immediate,
     )
 

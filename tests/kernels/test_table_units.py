@@ -14,17 +14,18 @@ from interpreted import in_tables
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.base.exchanges import WHOLE_BUCKET
 from lightning_dist.codecs import Int8
 from lightning_dist.measurement import microbenchmark
 from lightning_dist.measurement.microbenchmark import WIDTH, CodecWork
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer.codec_sample import Sampler
-from lightning_dist.reducer.plan import flat_planner, intra, planner
+from lightning_dist.reducer.plan import flat as flat_plan
+from lightning_dist.reducer.plan import intra, planner
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.stats import Observer
 from lightning_dist.reducer.units.base import JoinedUnit, join
 from lightning_dist.reducer.units.block import BlockUnit
-from lightning_dist.reducer.units.sizes import WHOLE_BUCKET
 from lightning_dist.reducer.units.table import TableUnit
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of inf and NaN
@@ -84,7 +85,7 @@ def train(rank: Rank, codec: str, spoiled: bool, sampled: bool, settings: dict[s
         ran.samples = samples.steps[:-1]  # the next one has not begun
         numel = sum(parameter.numel() for parameter in model.parameters())
         ran.buffers = reducer.memory()["buffer_bytes"] / numel
-        groups = reducer._plans.groups()
+        groups = reducer.planner.planned
         ran.units = {type(unit) for group in groups for unit in group.units}
     return ran
 
@@ -175,7 +176,7 @@ def alone() -> Iterator[None]:
         for unit in units:
             join([unit])
 
-    with patch.object(planner, "join", apart), patch.object(flat_planner, "join", apart):
+    with patch.object(planner, "join", apart), patch.object(flat_plan, "join", apart):
         yield
 
 

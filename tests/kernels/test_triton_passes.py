@@ -23,7 +23,7 @@ from lightning_dist.codecs import (
     TopK,
 )
 from lightning_dist.codecs.memory import NoMemory
-from lightning_dist.exchange.rounds import views
+from lightning_dist.exchange.rounds import row_bytes, views
 from lightning_dist.kernels.passes import Factors, Passes
 from lightning_dist.kernels.triton import GRADIENT_DTYPES, Slice, SliceTable, kernels_of, packed
 
@@ -350,7 +350,7 @@ def test_uncompressed_payloads_are_added_in_their_order(dtype: torch.dtype, wide
     expected = torch.zeros(1, 5001, 1, dtype=torch.float32 if wide else dtype)
     eager.decode_and_commit(expected, (), torch.ones(()), None, payloads[0], payloads)
     kernels, flat = kernels_of(codec, dtype=dtype), torch.zeros(5001, dtype=expected.dtype)
-    slices = [[Slice("", 0, 3000), Slice("", 3000, 2001)]]
+    slices = [[Slice(0, 3000), Slice(3000, 2001)]]
     table = SliceTable.of(codec, slices, device=DEVICE, dtype=dtype)
     there = torch.zeros(3, table.payload_bytes, dtype=torch.uint8, device=DEVICE)
     one = torch.ones((), device=DEVICE)
@@ -371,7 +371,8 @@ def test_uncompressed_slices_are_packed_in_rows_and_reduced(dtype: torch.dtype) 
     groups = packed([(7, 500), (600, 390), (1000, 200)], rows=size, columns=columns)
     assert [sum(part.numel for part in row) for row in groups] == [400, 400, 290]
     chosen = torch.cat([flat[7:507], flat[600:990], flat[1000:1200]])
-    table = SliceTable.of(codec, groups, blocks=[columns] * size, device=DEVICE, dtype=dtype)
+    sizes = [row_bytes(codec.planes(dtype), columns)] * size
+    table = SliceTable.of(codec, groups, sizes=sizes, device=DEVICE, dtype=dtype)
     kernels = kernels_of(codec, dtype=dtype)
     own = torch.zeros(size, table.row_bytes(0), dtype=torch.uint8, device=DEVICE)
     kernels.encode(on_device(flat), None, torch.ones((), device=DEVICE), table=table, payload=own)

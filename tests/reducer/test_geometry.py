@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from threads import on_threads
 from worlds import Rank, run_threads
 
+from lightning_dist.base import exchanges
+from lightning_dist.base.exchanges import UNIT_ELEMENTS, unit_elements
 from lightning_dist.codecs import DGC, TopK
 from lightning_dist.reducer.plan.intra import Fragment, fragments
-from lightning_dist.reducer.units import sizes
-from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS, unit_elements
 from lightning_dist.reducer.units.tiles import BlockColumns, Grid
 
 grids = st.builds(
@@ -196,7 +196,7 @@ def run(rank: Rank, *, cap_mb: float, codec: str = "int8") -> tuple[list[str], i
         facts = model._get_ddp_logging_data()
         assert facts["has_rebuilt_buckets"], "DDP did not rebuild its buckets"
         assert (len(facts["rebuilt_bucket_sizes"].split(",")) > 2) == (cap_mb < 1)
-        units = sum(len(group.units) for group in reducer._plans.groups())
+        units = sum(len(group.units) for group in reducer.planner.planned)
         return digests, units, residuals(reducer)
 
 
@@ -216,8 +216,8 @@ def test_state_and_bits_survive_rebuilt_buckets(rank: Rank, size: int) -> None:
 def test_units_do_not_change_bits(size: int, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two blocks of 256 travel together, where usually a megabyte does."""
     whole = run_threads(lambda rank: run(rank, cap_mb=0.004, codec=codec), size)
-    monkeypatch.setattr(sizes, "UNIT_ELEMENTS", 512)
-    monkeypatch.setattr(sizes, "_LEAST_ROW_ELEMENTS", 1)
+    monkeypatch.setattr(exchanges, "UNIT_ELEMENTS", 512)
+    monkeypatch.setattr(exchanges, "_LEAST_ROW_ELEMENTS", 1)
     cut = run_threads(lambda rank: run(rank, cap_mb=0.004, codec=codec), size)
     for (found, many, _), (expected, few, _) in zip(cut, whole, strict=True):
         assert found == expected

@@ -25,8 +25,8 @@ from threads import of_all, on_threads
 from torch import Size, Tensor
 from worlds import Rank
 
+from lightning_dist.base import exchanges
 from lightning_dist.codecs import BlockCodec, Int8, resolve_codec
-from lightning_dist.reducer.units import sizes
 
 SMALL = {"first": (40, 48), "bias": (40,), "second": (33, 50), "one": (1,)}
 
@@ -98,7 +98,7 @@ def shapes_of(count: int) -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture
 def whole_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "UNIT_ELEMENTS", sizes.WHOLE_BUCKET)
+    monkeypatch.setattr(exchanges, "UNIT_ELEMENTS", exchanges.WHOLE_BUCKET)
 
 
 def step(rank: Rank, layout: Layout, parameters: int, codec: str) -> tuple[Counter[str], Tensors]:
@@ -159,7 +159,7 @@ def test_chunks_that_follow_each_other_keep_apart(rank: Rank, layout: Layout) ->
         with compressed(rank, Fed(LARGE), codec, **form) as (model, reducer):
             backward(model, feed(rank.rank, 0, LARGE))
             found = backward(model, feed(rank.rank, 1, LARGE))
-            assert max(len(group.units) for group in reducer._plans.groups()) >= 3
+            assert max(len(group.units) for group in reducer.planner.planned) >= 3
         assert len({*of_all(rank, digest([found[name] for name in LARGE]))}) == 1
         for name, expected in mean([feed(r, 1, LARGE) for r in range(4)]).items():
             torch.testing.assert_close(found[name], expected, rtol=0, atol=tolerance)

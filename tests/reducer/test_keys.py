@@ -282,7 +282,7 @@ def test_closing_one_gives_up_nothing_of_the_others(rank: Rank) -> None:
     second.ends(means)
     second.reducer.close()
     assert executor.close()
-    assert not first.reducer._plans.groups()
+    assert not first.reducer.planner.planned
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -309,7 +309,7 @@ def test_a_tensor_may_be_elsewhere_at_every_step(
         means = [moving.start(step, key) for key in (0, 1)]
         moving.ends(means)
         kept += means
-        planned.append(moving.reducer._plans.groups())
+        planned.append(moving.reducer.planner.planned)
         memory.append(moving.reducer.memory()["buffer_bytes"])
     assert moving.digests == staying.digests
     assert memory[2] <= expected + 2 * 4 * sum(flat.numel() for flat in flats)

@@ -21,6 +21,7 @@ from threads import of_all, on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
+from lightning_dist.base import exchanges
 from lightning_dist.codecs import (
     CODECS,
     BlockCodec,
@@ -38,13 +39,12 @@ from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.levels import nodes_of
 from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.network import Network, in_levels
-from lightning_dist.reducer.plan.block import fitted
+from lightning_dist.reducer.plan.flat import fitted
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import ReducerState
 from lightning_dist.reducer.stats import CommStats
-from lightning_dist.reducer.units import sizes
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.buckets import DDPBuckets
 from lightning_dist.sync.effect import compresses_fewer_bytes
@@ -189,7 +189,7 @@ def test_on_accelerators_whole_buckets_travel(monkeypatch: pytest.MonkeyPatch) -
             return reducer, reducer.comm_stats()
 
     with monkeypatch.context() as whole_buckets:
-        whole_buckets.setattr(sizes, "UNIT_ELEMENTS", sizes.WHOLE_BUCKET)
+        whole_buckets.setattr(exchanges, "UNIT_ELEMENTS", exchanges.WHOLE_BUCKET)
         ranks = run_threads(body, 4)
     for reducer, counted in ranks:
         network = replace(reducer.network, device=torch.device("cuda"))
@@ -337,9 +337,7 @@ def planner(
 ) -> Planner:
     network, codec = network_of(nodes, per_host, rank, leader), resolve_codec(intra)
     assert isinstance(codec, BlockCodec)
-    return Planner(
-        network, ReducerState(), memory_of=ExchangeSettings().memory_of, intra_codec=codec
-    )
+    return Planner(network, ReducerState(), ExchangeSettings({"intra": codec, "inter": "int8"}))
 
 
 def lane_of(codec: Codec, numel: int, using: Planner) -> tuple[Codec, Sent]:

@@ -18,7 +18,7 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs import Codec
 from lightning_dist.codecs.base import Shape
 from lightning_dist.ranks.traffic import Sent
-from lightning_dist.reducer.plan.flat_planner import FlatPlanner
+from lightning_dist.reducer.plan.flat import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit
 from lightning_dist.reducer.units.by_codec import require_units, units_of

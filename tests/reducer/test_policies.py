@@ -26,7 +26,7 @@ from lightning_dist.codecs import (
     warmup,
 )
 from lightning_dist.kernels import inductor
-from lightning_dist.reducer.plan import flat_planner
+from lightning_dist.reducer.plan import flat as flat_plan
 from lightning_dist.reducer.plan.slices import ParameterSlice, by_codec, slices_of
 from lightning_dist.settings.exchange import ExchangeSettings
 
@@ -223,7 +223,7 @@ def test_the_kernels_of_all_stages_are_fused_at_the_start(monkeypatch: pytest.Mo
         asked.append(variant.passes.codec.name)
         return {}
 
-    monkeypatch.setattr(flat_planner, "fused_passes", fused_passes)
+    monkeypatch.setattr(flat_plan, "fused_passes", fused_passes)
     policy = warmup({0: "none", 2: "int8", 4: by_name("bf16", {"second": TOPK, "first": "sign"})})
 
     def body(rank: Rank) -> tuple[list[str], list[str]]:

@@ -36,7 +36,7 @@ from lightning_dist.kernels.inductor import Variant
 from lightning_dist.ranks.channel import WaitLimit
 from lightning_dist.ranks.facts import Spread
 from lightning_dist.reducer.network import ExecutorThread
-from lightning_dist.reducer.plan import flat_planner
+from lightning_dist.reducer.plan import flat as flat_plan
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.sync.ddp import compile_kernels
 
@@ -464,7 +464,7 @@ def test_kernels_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(variant)
         return {"decode_and_commit": variant.passes.decode_and_commit}
 
-    monkeypatch.setattr(flat_planner, "fused_passes", compiled)
+    monkeypatch.setattr(flat_plan, "fused_passes", compiled)
 
     def body(rank: Rank) -> None:
         model = Model(rank.network())
@@ -487,8 +487,8 @@ def test_where_others_wait_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) 
     def compiled(variant: Variant) -> dict[str, Any]:
         return asked.setdefault(variant, {"decode_and_commit": variant.passes.decode_and_commit})
 
-    monkeypatch.setattr(flat_planner, "fused_passes", compiled)
-    monkeypatch.setattr(flat_planner, "known_passes", lambda variant: asked.get(variant, {}))
+    monkeypatch.setattr(flat_plan, "fused_passes", compiled)
+    monkeypatch.setattr(flat_plan, "known_passes", lambda variant: asked.get(variant, {}))
 
     def body(rank: Rank) -> None:
         model = Model(among(rank, [rank.rank], "alone"))

@@ -10,10 +10,11 @@ from threads import on_threads
 from torch import Tensor
 from worlds import Rank, run_threads
 
-from lightning_dist.codecs import NoCompression, Threshold
+from lightning_dist.codecs import Threshold
 from lightning_dist.reducer.plan.planner import Planner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.settings.exchange import ExchangeSettings
 
 DOUBLE = torch.float64
 BLOCK, STEPS = 128, 20
@@ -253,8 +254,7 @@ def test_a_bucket_beyond_int32_is_refused(rank: Rank) -> None:
     planner = Planner(
         rank.network(),
         ReducerState(),
-        memory_of=lambda codec: codec.memory(False),
-        intra_codec=NoCompression(),
+        ExchangeSettings(error_feedback=False),
     )
     with pytest.raises(ValueError, match="as int32, got 2147483649 elements"):
         planner.units(Threshold(), [ParameterSlice("p", 0, (2**31 + 1,))], bucket)

@@ -41,7 +41,7 @@ def steps(rank: Rank, codec: str, state_update: str, least: int) -> tuple[list[s
             backward(model, given)
             found = gradients(model)
             digests.append(digest(to_cpu([*(found[n] for n in sorted(found)), *held(reducer)])))
-        groups = reducer._plans.groups()
+        groups = reducer.planner.planned
         units = {type(unit) for group in groups for unit in group.units}
     return digests, units
 

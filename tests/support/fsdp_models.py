@@ -21,8 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_dist.kernels.passes import Kernels
-from lightning_dist.sync.fsdp.attach import compress_fsdp
-from lightning_dist.sync.fsdp.replicas import ShardedGradients
+from lightning_dist.sync.fsdp.replicas import ShardedGradients, compress_fsdp
 
 WIDTH = 33
 STEPS = 3

@@ -24,7 +24,7 @@ from worlds import Rank, run_threads
 from lightning_dist import AsyncCheckpoint, LocalUpdateStrategy, OneBitAdam, compress_ddp
 from lightning_dist.codecs import CODECS
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
-from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.planner import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice, slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.step_end import DelayedMeans

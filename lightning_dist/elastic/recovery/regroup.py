@@ -31,9 +31,9 @@ from lightning_dist.reducer.state import Layout
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.run import RecoverySettings
 from lightning_dist.sync.base import sync_of
+from lightning_dist.sync.buckets import sparse_tables
 from lightning_dist.sync.ddp import GradientSync, compile_kernels
 from lightning_dist.sync.networks import groups_of, topology_of
-from lightning_dist.sync.rules import sparse_tables
 
 _CPU = torch.device("cpu")
 

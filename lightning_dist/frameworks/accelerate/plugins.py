@@ -25,7 +25,7 @@ from lightning_dist.settings import FromOutside, Resolved, from_outside
 from lightning_dist.settings.exchange import ExchangeSettings, ShardedSettings
 from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.base import sync_of
-from lightning_dist.sync.fsdp.attach import kind_of
+from lightning_dist.sync.fsdp.replicas import kind_of
 
 
 class CompressedDDPPlugin(FromOutside, ExchangeSettings):

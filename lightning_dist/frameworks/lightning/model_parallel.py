@@ -23,12 +23,12 @@ from lightning_dist.settings.local_updates import Replicas, ShardedLocalUpdateSe
 from lightning_dist.settings.signatures import takes
 from lightning_dist.sync.arguments import require_sharded_arguments
 from lightning_dist.sync.base import Environment, Sync
-from lightning_dist.sync.fsdp.attach import kind_of
+from lightning_dist.sync.fsdp.replicas import kind_of
 from lightning_dist.sync.fsdp.shards import CompressedShards
 from lightning_dist.sync.local.anchor import evaluates_anchor, require_shards_as_workers
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.updates import LocalSync
-from lightning_dist.sync.mesh import (
+from lightning_dist.sync.networks import (
     exchange_mesh,
     replicated_mesh,
     require_sizes,

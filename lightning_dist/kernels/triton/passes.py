@@ -13,13 +13,15 @@ from torch import Tensor
 
 from lightning_dist.codecs import FP8, QSGD, Int4, Int8, NoCompression, Sign, TernGrad, Uncompressed
 from lightning_dist.codecs.base import Codec
-from lightning_dist.kernels.triton import skeletons
 from lightning_dist.kernels.triton.device import (
     block_scale,
     cut_to_bfloat16,
+    decode_kernel,
+    encode_kernel,
     in_steps,
     largest,
     nearest,
+    reduce_kernel,
     round_at_random,
     total,
 )
@@ -50,7 +52,7 @@ class TableKernels:
     only_compile: bool = False
 
     def compiling(self) -> TableKernels:
-        """The same passes, compiled for their arguments and not run.
+        """Passes that are compiled for their arguments and not run.
 
         Called at set-up with the tensors of a step: no kernel is then compiled in the backward
         pass. Kernels are specialised by the codec, the dtype of gradients, the number of payloads,
@@ -88,7 +90,7 @@ class TableKernels:
         _check(torch.bool, finite)
         _check(torch.uint8, payload)
         _launch(
-            skeletons.encode_kernel,
+            encode_kernel,
             table.tiles,
             _gradient(flat),
             residual,
@@ -130,7 +132,7 @@ class TableKernels:
         _check(torch.float32, residual, scale)
         _check(torch.uint8, shards, mean)
         _launch(
-            skeletons.reduce_kernel,
+            reduce_kernel,
             table.tiles[table.tile_starts[row] : table.tile_starts[row + 1]],
             shards,
             size // 8,
@@ -153,7 +155,7 @@ class TableKernels:
         size = table.payload_bytes
         _check(torch.uint8, payloads)
         _launch(
-            skeletons.decode_kernel,
+            decode_kernel,
             table.tiles,
             payloads,
             size // 8,
@@ -253,7 +255,7 @@ def int4_encode(x, keys, place, OF: tl.constexpr):
 
 @triton.jit
 def offset_level(codes, OF: tl.constexpr):
-    """Of codes from 0 to ``2 levels``."""
+    """Numbers of codes from 0 to ``2 levels``."""
     return codes - OF.levels
 
 

@@ -65,10 +65,10 @@ def device_codec(codec: Codec, functions: Mapping[type[Codec], Functions]) -> De
     Args:
         functions: of classes for which none are registered.
     """
-    found = _registered.get(type(codec)) or functions.get(type(codec))
+    functions_of_codec = _registered.get(type(codec)) or functions.get(type(codec))
     # What is not fusable, such as a matrix product, adds in an order that a library chooses.
-    if found is None or not codec.fusable or codec.block > _LARGEST_BLOCK:
+    if functions_of_codec is None or not codec.fusable or codec.block > _LARGEST_BLOCK:
         return None
-    encode, level, option = found
+    encode, level, option = functions_of_codec
     block_codec = cast(BlockCodec, codec)  # no others are registered
     return DeviceCodec(block_codec, encode, level, getattr(codec, "levels", 0), option(codec))

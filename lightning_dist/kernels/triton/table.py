@@ -75,7 +75,6 @@ class TileShape:
 class Slice:
     """A tensor within a flat gradient, and where the residual memory has its residual."""
 
-    name: str
     offset: int  # elements of the flat gradient before it
     numel: int
     memory: int = 0  # elements of the residual memory before it
@@ -83,25 +82,17 @@ class Slice:
 
 def packed(runs: Sequence[tuple[int, int]], *, rows: int, columns: int) -> list[list[Slice]]:
     """Runs ``(offset, elements)`` one after the other, cut into ``rows`` of so many elements."""
-    found: list[list[Slice]] = [[] for _ in range(rows)]
+    slices: list[list[Slice]] = [[] for _ in range(rows)]
     before = 0
     for offset, numel in runs:
         start = 0
         while start < numel:
             row, column = divmod(before + start, columns)
             length = min(numel - start, columns - column)
-            found[row].append(Slice("", offset + start, length))
+            slices[row].append(Slice(offset + start, length))
             start += length
         before += numel
-    return found
-
-
-@dataclass(frozen=True)
-class Within:
-    """Rows of a payload that are parts of the rows of a larger one."""
-
-    row_bytes: Sequence[int]  # of every row, all of it
-    before: Sequence[int]  # of every row, behind so many bytes of it
+    return slices
 
 
 @dataclass(frozen=True)
@@ -142,10 +133,10 @@ class SliceTable:
         groups: Sequence[Sequence[Slice]],
         *,
         rows: int = 1,
-        blocks: Sequence[int] | None = None,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        within: Within | None = None,
+        sizes: Sequence[int] | None = None,
+        before: Sequence[int] | None = None,
         tile_elements: int | None = None,
     ) -> SliceTable:
         """Every slice of a group, cut into ``rows`` rows of equal length.
@@ -156,11 +147,13 @@ class SliceTable:
 
         Args:
             dtype: of gradients; payloads that are not compressed are in it.
+            sizes: bytes of every row, of which the slices may be a part; None: they are all of it.
+            before: bytes of every row before the slices; None: 0.
         """
         if tile_elements is None:
             tile_elements = _INTERPRETED_TILE_ELEMENTS if device.type == "cpu" else _TILE_ELEMENTS
         tables = [
-            _cut(codec, groups, rows, blocks, device, dtype, within, elements)
+            _cut(codec, groups, rows, device, dtype, sizes, before, elements)
             for elements in (tile_elements, tile_elements * _MOST_ROWS // max(rows, _MOST_ROWS))
         ]
         table, finer = tables
@@ -171,10 +164,10 @@ def _cut(
     codec: BlockCodec,
     groups: Sequence[Sequence[Slice]],
     rows: int,
-    blocks: Sequence[int] | None,
     device: torch.device,
     dtype: torch.dtype,
-    within: Within | None,
+    sizes: Sequence[int] | None,
+    before: Sequence[int] | None,
     tile_elements: int,
 ) -> SliceTable:
     """:meth:`SliceTable.of` with tiles of so many elements, or of one block."""
@@ -188,25 +181,23 @@ def _cut(
     elements = parts << (real - 1).bit_length()
     per_tile = 1 << (max(1, tile_elements // elements).bit_length() - 1)
     parts_of_all = [part for group in groups for part in group]
-    every = [n for p in parts_of_all for n in (p.offset, p.memory, p.numel)]
+    places = [n for p in parts_of_all for n in (p.offset, p.memory, p.numel)]
     if rows > 1:  # which begin at multiples of so many elements
-        every += [-(-p.numel // (rows * codec.block)) * codec.block for p in parts_of_all]
-    divisor = math.gcd(16, *every)
-    alignment = next(each for each in ALIGNMENTS if divisor % each == 0)
+        places += [-(-p.numel // (rows * codec.block)) * codec.block for p in parts_of_all]
+    divisor = math.gcd(16, *places)
+    alignment = next(elements for elements in ALIGNMENTS if divisor % elements == 0)
     # Planes begin at multiples of 8; blocks of single elements at those of slices.
     code_alignment = math.gcd(8, bytes_of_codes if scales else bytes_of_codes * alignment)
     shape = TileShape(codec.block, per_tile, parts, real, alignment, code_alignment)
 
     tiles: list[Tensor] = []
     tile_starts, payload_starts, number_of_slice = [0], [0], 0
-    for i, group in enumerate(groups):
+    for group in groups:
         counts = [-(-part.numel // (rows * codec.block)) for part in group]
-        columns = sum(counts) if blocks is None else blocks[i]
-        size, at = row_bytes(planes, columns), 0
+        columns, group_row = sum(counts), len(payload_starts) - 1
+        size = row_bytes(planes, columns) if sizes is None else sizes[group_row]
+        at = 0 if before is None else before[group_row]
         before_codes = row_bytes(scales, columns)
-        if within is not None:
-            group_row = len(payload_starts) - 1
-            size, at = within.row_bytes[group_row], within.before[group_row]
         first = 0
         of_slices = [torch.empty(rows, 0, FIELDS, dtype=torch.int64)]
         for part, count in zip(group, counts, strict=True):

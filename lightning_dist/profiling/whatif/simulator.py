@@ -28,7 +28,7 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import NamedTuple
 
-from lightning_dist.base.exchanges import EXCHANGES, Collective
+from lightning_dist.base.exchanges import EXCHANGES, Collective, unit_elements
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.whatif.scenarios import (
     DDP,
@@ -41,7 +41,6 @@ from lightning_dist.profiling.whatif.scenarios import (
     ScenarioBucket,
     ShardCollective,
 )
-from lightning_dist.reducer.units.sizes import unit_elements
 
 
 class SimulatedStep(NamedTuple):

@@ -13,13 +13,13 @@ from typing import TypeAlias
 
 import torch
 
+from lightning_dist.base.exchanges import WHOLE_BUCKET, unit_elements
 from lightning_dist.codecs.base import BlockCodec, Codec
 from lightning_dist.exchange.rounds import PayloadMemory
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.flat_planner import FlatPlanner
+from lightning_dist.reducer.plan.flat import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
-from lightning_dist.reducer.units.sizes import WHOLE_BUCKET, unit_elements
 
 _ALIGN = 512  # elements; every dense codec's block divides it, so that few blocks are broken
 
@@ -51,7 +51,7 @@ class IntraPlan:
         assert network.intra is not None
         self.intra, self.inter, self.codec, self._whole = network.intra, inter, codec, whole
         self.memory = PayloadMemory(network.device)  # units take turns with it
-        self._most = unit_elements(network.rows.count, whole=network.whole_buckets)
+        self._most = unit_elements(network.rows, whole=network.whole_buckets)
 
     @property
     def whole_buckets(self) -> bool:
@@ -68,8 +68,8 @@ class IntraPlan:
         owners = self.intra.level.owners
         if owners == 1 or part.name in self._whole:
             return [part.numel]
-        found = fragments(part.name, part.numel, owners=owners, most=self._most, whole=False)
-        return [end - start for cut in found for start, end in cut if end > start]
+        cuts = fragments(part.name, part.numel, owners=owners, most=self._most, whole=False)
+        return [end - start for cut in cuts for start, end in cut if end > start]
 
     def units(
         self, codec: Codec, slices: Sequence[ParameterSlice], *, keeps: bool

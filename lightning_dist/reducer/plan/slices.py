@@ -34,7 +34,7 @@ class ParameterSlice:
         return self.start + self.numel + self.rest
 
     def section(self, start: int, end: int) -> ParameterSlice:
-        """Its elements ``start`` to ``end``, as they lie in the bucket; itself if these are all."""
+        """Elements ``start`` to ``end``, as they lie in the bucket; itself if these are all."""
         if end - start == self.numel:
             return self
         before, after = self.start + start, self.rest + self.numel - end
@@ -74,13 +74,13 @@ def strides_in_bucket(parameter: Tensor) -> Shape | None:
 
 def slices_of(names: Sequence[str], parameters: Sequence[Tensor]) -> list[ParameterSlice]:
     """Parameters that lie one after the other in a flat tensor."""
-    found = []
+    slices = []
     offset = 0
     for name, parameter in zip(names, parameters, strict=True):
         shape = tuple(as_real(parameter).shape)
-        found.append(ParameterSlice(name, offset, shape, strides=strides_in_bucket(parameter)))
-        offset += found[-1].numel
-    return found
+        slices.append(ParameterSlice(name, offset, shape, strides=strides_in_bucket(parameter)))
+        offset += slices[-1].numel
+    return slices
 
 
 def by_codec(
@@ -97,12 +97,12 @@ def by_codec(
         shapes: of the parameters, by name.
         affordable: may answer with another codec.
     """
-    found: dict[Codec, list[ParameterSlice]] = {}
+    of_codecs: dict[Codec, list[ParameterSlice]] = {}
     for part in slices:
         if part.numel:
             codec = affordable(policy.for_tensor(part.name, shapes[part.name], step=step), part)
-            found.setdefault(codec, []).append(part)
-    return found
+            of_codecs.setdefault(codec, []).append(part)
+    return of_codecs
 
 
 def matrices(policy: Codec, shapes: Mapping[str, Shape]) -> set[str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.rounds import Exchange, RowExchange
-from lightning_dist.kernels.triton.table import Within
 from lightning_dist.ranks.traffic import Sent
-from lightning_dist.reducer.codec_sample import SampleSource
+from lightning_dist.reducer.codec_sample import CodecSample
 from lightning_dist.reducer.plan.slices import ParameterSlice
 
 
@@ -25,15 +24,16 @@ class CommUnit(ABC):
 
     exchange: Exchange
     first = last = True
-    """Of those that share the exchange; see :class:`JoinedUnit`."""
-    source: SampleSource | None = None
-    """Gradients of this unit, and maybe of those after it, that are encoded with a loss."""
+    """Place among those that share the exchange; see :class:`JoinedUnit`."""
+    samples: Callable[..., Iterator[CodecSample]] | None = None
+    """``samples(sampler, scale=, step=)`` of gradients that are encoded with a loss, those of this
+    unit and maybe of units after it; None: no others than those of a unit before it."""
 
     def begin(self) -> None:  # noqa: B027  (nothing to do where all ranks are equal)
-        """Where a node reduces among itself first: begin that, asynchronous."""
+        """Begin the reduction inside a node, asynchronous; nothing where there is none."""
 
     def receive(self) -> None:  # noqa: B027
-        """Until what was begun inside the node is the gradient that is encoded."""
+        """Wait until what was begun inside the node is the gradient that is encoded."""
 
     @abstractmethod
     def encode(self, scale: Tensor, *, step: int) -> None:
@@ -52,7 +52,7 @@ class CommUnit(ABC):
         self.exchange.start_second()
 
     def wait(self) -> None:
-        """Until the last collective has landed."""
+        """Wait until the last collective has landed."""
         self.exchange.wait()
 
     @abstractmethod
@@ -60,7 +60,7 @@ class CommUnit(ABC):
         """Mean of all ranks -> bucket; and the new state, of what is finite."""
 
     def finish(self) -> None:  # noqa: B027
-        """Where the mean came to one rank of the node: until the bucket has it too."""
+        """Wait until the bucket has a mean that came to one rank of the node."""
 
     @property
     def sent(self) -> Sent:
@@ -87,17 +87,24 @@ class JoinedUnit(CommUnit):
         """An exchange of rows of so many bytes."""
 
     @abstractmethod
-    def place(self, within: Within) -> None:
-        """The exchange is there, and this unit's part of its rows."""
+    def place(self, sizes: Sequence[int], before: Sequence[int]) -> None:
+        """The exchange is there.
+
+        Args:
+            sizes: bytes of every row of it.
+            before: bytes of every row before this unit's part.
+        """
 
 
 def join(units: Sequence[JoinedUnit]) -> None:
-    """Give ``units`` of one kind and of one tensor their exchange."""
+    """Give ``units`` of one kind and of one tensor their exchange, if there are any."""
+    if not units:
+        return
     row_bytes = [sum(sizes) for sizes in zip(*(unit.row_bytes for unit in units), strict=True)]
     exchange, before = units[0].make_exchange(row_bytes), [0] * len(row_bytes)
     for unit in units:
         unit.exchange, unit.first, unit.last = exchange, unit is units[0], unit is units[-1]
-        unit.place(Within(row_bytes, before))
+        unit.place(row_bytes, before)
         before = [sum(pair) for pair in zip(before, unit.row_bytes, strict=True)]
 
 

@@ -22,19 +22,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dist.base.exchanges import EXCHANGES
+from lightning_dist.base.exchanges import EXCHANGES, unit_elements
 from lightning_dist.base.private import copy_all
 from lightning_dist.codecs.base import Codec
 from lightning_dist.exchange.rounds import RowExchange, TwoShot, row_bytes
 from lightning_dist.kernels.passes import compute_dtype
-from lightning_dist.kernels.triton.table import Within
 from lightning_dist.ranks.traffic import Sent
-from lightning_dist.reducer.plan.block import BlockPlan, key_name
+from lightning_dist.reducer.plan.flat import BlockPlan, key_name
 from lightning_dist.reducer.plan.intra import IntraPlan, Owned, share_dtype
 from lightning_dist.reducer.plan.slices import ParameterSlice, neighbours
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, decode_all, staggered
 from lightning_dist.reducer.units.by_codec import flat_units
-from lightning_dist.reducer.units.sizes import unit_elements
 from lightning_dist.reducer.units.tiles import (
     Grid,
     Tile,
@@ -173,7 +171,7 @@ class HierarchicalUnit(JoinedUnit):
         self._inter: Sequence[CommUnit] = ()
         if slices and plan.inter is not None:
             self._inter = flat_units(codec, slices, self._share, plan.inter)
-            self.source = self._inter[0].source
+            self.samples = self._inter[0].samples
         self._true = torch.ones((), dtype=torch.bool, device=bucket.device)
 
     @override
@@ -189,22 +187,22 @@ class HierarchicalUnit(JoinedUnit):
         )
 
     @override
-    def place(self, within: Within) -> None:
+    def place(self, sizes: Sequence[int], before: Sequence[int]) -> None:
         exchange, rank, dtype = self.exchange, self.exchange.rank, self._dtype
 
         def view(memory: Tensor, owner: int) -> Tensor:
-            start, size = within.before[owner], self._sizes[owner]
-            if not size:  # strides of nothing need not fit
+            start, numel = before[owner], self._sizes[owner]
+            if not numel:  # strides of nothing need not fit
                 return memory.new_empty((*memory.shape[:-1], 0), dtype=dtype)
-            return memory[..., start : start + size * dtype.itemsize].view(dtype)
+            return memory[..., start : start + numel * dtype.itemsize].view(dtype)
 
         payloads = [view(part, owner) for owner, part in enumerate(exchange.parts)]
         self._mean = payloads[rank]
         self._received = view(exchange.received_bytes, rank)  # (ranks of the node, own share)
-        sizes = [[part.numel for part in parts] for parts in self._owned]
+        numels = [[part.numel for part in parts] for parts in self._owned]
         # Parts of the bucket, and where they are in the payloads.
         self._flats = [part.of(self._bucket) for parts in self._owned for part in parts]
-        pairs = zip(payloads, sizes, strict=True)
+        pairs = zip(payloads, numels, strict=True)
         self._places = [place for all_, of in pairs for place in all_.split_with_sizes(of)]
         self._sent_inside = exchange.sent_for(self.row_bytes)
 
@@ -286,8 +284,8 @@ class HierarchicalUnit(JoinedUnit):
 
 def _one_after_the_other(parts: Sequence[ParameterSlice]) -> list[ParameterSlice]:
     """``parts`` as they lie in a tensor of their own."""
-    found, offset = [], 0
+    slices, offset = [], 0
     for part in parts:
-        found.append(replace(part, offset=offset))
+        slices.append(replace(part, offset=offset))
         offset += part.numel
-    return found
+    return slices

@@ -7,14 +7,14 @@ on a function of the same arguments.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from functools import singledispatch
+from functools import partial, singledispatch
 
 import torch
 from torch import Tensor
 
 from lightning_dist.codecs.base import Codec
-from lightning_dist.reducer.codec_sample import SampleSource
-from lightning_dist.reducer.plan.flat_planner import FlatPlanner
+from lightning_dist.reducer.codec_sample import samples_of
+from lightning_dist.reducer.plan.flat import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit
 
@@ -36,7 +36,7 @@ def flat_units(
         )
     if not codec.lossless:
         memory = planner.memory_of(codec)
-        units[0].source = SampleSource(codec, slices, bucket, planner.state, memory)
+        units[0].samples = partial(samples_of, codec, slices, bucket, planner.state, memory)
     return units
 
 

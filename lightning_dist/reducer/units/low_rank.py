@@ -18,7 +18,7 @@ from lightning_dist.exchange.rounds import AllReduce
 from lightning_dist.kernels.passes import compute_dtype
 from lightning_dist.ranks.traffic import Sent, ring_allreduce
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.flat_planner import FlatPlanner
+from lightning_dist.reducer.plan.flat import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit
 from lightning_dist.reducer.units.by_codec import units_of
@@ -137,8 +137,8 @@ class LowRankUnit(CommUnit):
             return
         self._first.exchange.wait()
         with full_precision():  # not while it waits: other reducers would wait for the setting
-            for some in _of_equal_shape(self._first.means, range(len(self._matrices))):
-                ps = [self._first.means[i] for i in some]
+            for numbers in _of_equal_shape(self._first.means, range(len(self._matrices))):
+                ps = [self._first.means[i] for i in numbers]
                 # Orthonormal columns hide an inf that the sum still shows.
                 stacked = torch.stack(ps)
                 finite = stacked.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
@@ -197,10 +197,10 @@ class LowRankUnit(CommUnit):
     def _start_next_from(self, finite: Sequence[int]) -> None:
         """Orthonormal factors of the next step, of the matrices whose mean is ``finite``."""
         last = self._last  # only the span matters to the next step
-        for some in _of_equal_shape(last.means, finite):
-            kept = [(self._matrices[i], self._sides[i]) for i in some]
+        for numbers in _of_equal_shape(last.means, finite):
+            kept = [(self._matrices[i], self._sides[i]) for i in numbers]
             factors = [matrix.right if side else matrix.left for matrix, side in kept]
-            new = orthonormal(torch.stack([last.means[i] for i in some]))
+            new = orthonormal(torch.stack([last.means[i] for i in numbers]))
             copy_all(factors, new.unbind())
             for matrix, side in kept:
                 matrix.turn.fill_(1 - side)
@@ -218,7 +218,7 @@ class LowRankUnit(CommUnit):
     @override
     def nbytes(self) -> int:
         copies = (m.compensated.nbytes for m in self._matrices if m.compensated is not m.gradient)
-        return sum(each.nbytes for each in {self._first, self._last}) + sum(copies)
+        return sum(factors.nbytes for factors in {self._first, self._last}) + sum(copies)
 
 
 @units_of.register(PowerSGD)
@@ -240,7 +240,7 @@ def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: Flat
     first = codec.first_factors(part.name, part.shape, dtype)
     factors = planner.state.adopt_factors(part, first, device=bucket.device)
     residual = None
-    if planner.kinds(codec):
+    if planner.memory_of(codec).kinds:
         flat = planner.state.per_rank("residual", part, dtype=dtype, device=bucket.device)
         residual = part.shaped(flat).view(gradient.shape)
     return _Matrix(gradient, compensated, residual, *factors)
@@ -248,10 +248,10 @@ def _matrix(codec: PowerSGD, part: ParameterSlice, bucket: Tensor, planner: Flat
 
 def _of_equal_shape(tensors: Sequence[Tensor], numbers: Iterable[int]) -> list[list[int]]:
     """``numbers`` of tensors, those of one shape together: they are worked on in one batch."""
-    found: dict[torch.Size, list[int]] = {}
+    by_shape: dict[torch.Size, list[int]] = {}
     for i in numbers:
-        found.setdefault(tensors[i].shape, []).append(i)
-    return list(found.values())
+        by_shape.setdefault(tensors[i].shape, []).append(i)
+    return list(by_shape.values())
 
 
 def _views(flat: Tensor, sizes: Sequence[tuple[int, int]]) -> Sequence[Tensor]:

@@ -13,7 +13,7 @@ from lightning_dist.codecs.threshold import Threshold
 from lightning_dist.exchange.rounds import AllGatherV
 from lightning_dist.kernels.inductor import compiled_sparse_passes
 from lightning_dist.kernels.passes import EAGER, MOST_PLACES, compute_dtype
-from lightning_dist.reducer.plan.flat_planner import FlatPlanner
+from lightning_dist.reducer.plan.flat import FlatPlanner
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.units.base import CommUnit
 from lightning_dist.reducer.units.by_codec import compile_passes, units_of
@@ -43,7 +43,7 @@ class SparseUnit(CommUnit):
         dtype = compute_dtype(bucket.dtype)
         self._residuals = [
             planner.state.per_rank("residual", part, dtype=dtype, device=bucket.device)
-            for part in (slices if planner.kinds(codec) else ())
+            for part in (slices if planner.memory_of(codec).kinds else ())
         ]
         # Compiled passes are of float32.
         self._passes = {**EAGER, **(compiled if dtype == torch.float32 else {})}

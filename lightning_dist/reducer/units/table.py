@@ -17,10 +17,9 @@ from lightning_dist.base.accelerator import is_accelerator, placed
 from lightning_dist.codecs.base import BlockCodec
 from lightning_dist.exchange.rounds import RowExchange, row_bytes
 from lightning_dist.kernels.triton import Slice, SliceTable, packed
-from lightning_dist.kernels.triton.table import ALIGNMENTS, Within
+from lightning_dist.kernels.triton.table import ALIGNMENTS
 from lightning_dist.ranks.traffic import Sent
-from lightning_dist.reducer.plan.block import BlockPlan, fitted, key_name
-from lightning_dist.reducer.plan.flat_planner import FlatPlanner
+from lightning_dist.reducer.plan.flat import BlockPlan, FlatPlanner, fitted, key_name
 from lightning_dist.reducer.plan.slices import ParameterSlice, as_one, neighbours
 from lightning_dist.reducer.units.base import CommUnit, JoinedUnit, join
 from lightning_dist.reducer.units.block import BlockUnit, tiles_of
@@ -67,8 +66,8 @@ class TableUnit(JoinedUnit):
             if self._first is not None:
                 lowest, itemsize = self._first.data_ptr(), self._first.itemsize
                 places = [(residual.data_ptr() - lowest) // itemsize for residual in residuals]
-            of_all = zip(self._names, slices, places, strict=True)
-            self._groups = [[Slice(name, s.offset, s.numel, at) for name, s, at in of_all]]
+            pairs = zip(slices, places, strict=True)
+            self._groups = [[Slice(part.offset, part.numel, place) for part, place in pairs]]
         self._planes = self._codec.planes(plan.dtype)
         self.row_bytes = [row_bytes(self._planes, self._columns)] * rows
         self._finite: Tensor | None = None  # set by the kernel, where state is committed later
@@ -82,17 +81,17 @@ class TableUnit(JoinedUnit):
         return self._plan.row_exchange(row_bytes[0])
 
     @override
-    def place(self, within: Within) -> None:
+    def place(self, sizes: Sequence[int], before: Sequence[int]) -> None:
         self._table = SliceTable.of(
             self._codec,
             self._groups,
             rows=self._plan.rows // len(self._groups),
             device=self._bucket.device,
             dtype=self._plan.dtype,
-            within=within,
+            sizes=sizes,
+            before=before,
         )
-        before = within.before[0]
-        self._section = self.exchange.section(self._planes, self._columns, before=before)
+        self._section = self.exchange.section(self._planes, self._columns, before=before[0])
 
     @override
     def encode(self, scale: Tensor, *, step: int) -> None:
@@ -189,13 +188,13 @@ def _units(
         fit = fitted(codec, part.numel, ranks=ranks, dtype=dtype)
         by_block.setdefault(fit, []).append(part)
     units: list[CommUnit] = []
-    for fit, some in by_block.items():
+    for fit, parts in by_block.items():
         plan = planner.blocks(fit, dtype)
         if plan.tables is not None:
-            residuals = [held for part in some for held in plan.state_of(part)]
-            units.append(planner.joined(TableUnit(plan, some, bucket, residuals=residuals)))
+            residuals = [held for part in parts for held in plan.state_of(part)]
+            units.append(planner.joined(TableUnit(plan, parts, bucket, residuals=residuals)))
         else:
-            units += [BlockUnit(plan, tiles) for tiles in tiles_of(plan, some, bucket)]
+            units += [BlockUnit(plan, tiles) for tiles in tiles_of(plan, parts, bucket)]
     return units
 
 

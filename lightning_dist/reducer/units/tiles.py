@@ -168,8 +168,8 @@ class UnitKeys:
         """New keys for ``step``."""
         names = [tile.name for tile in self._tiles]
         salts = unit_salts(self._codec, names, step=step, rank=self._rank).T.tolist()
-        for tile, (own, mean) in zip(self._tiles, salts, strict=True):
-            self.encode[:, tile.columns] = block_keys(tile.numbers, own)
+        for tile, (sent, mean) in zip(self._tiles, salts, strict=True):
+            self.encode[:, tile.columns] = block_keys(tile.numbers, sent)
             if len(tile.numbers) > 1:  # this rank owns a row and rounds its mean
                 row = tile.numbers[self._rank : self._rank + 1]
                 self.reduce[:, tile.columns] = block_keys(row, mean)

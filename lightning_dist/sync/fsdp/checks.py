@@ -74,15 +74,15 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
             "compress_fsdp needs fully_shard (FSDP2), got FullyShardedDataParallel (FSDP1), which "
             "has no hook for it; call fully_shard on the blocks and the model instead"
         )
-    found = list(sharded_groups(model))
-    if not found:
+    groups = list(sharded_groups(model))
+    if not groups:
         raise ValueError(
             "compress_fsdp needs a model with parameters that fully_shard has sharded, got "
             f"{type(model).__name__}; call fully_shard(model, mesh=mesh['shard']) first, or use "
             "compress_ddp for a model that every rank holds as a whole"
         )
-    require_all_sharded(model, found)
-    for group in found:
+    require_all_sharded(model, groups)
+    for group in groups:
         name = type(group.module).__name__
         for kept in dict.fromkeys(parameter.dtype for parameter in group.parameters):
             if group.reduce_dtype != kept:
@@ -100,7 +100,7 @@ def trained_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
                     f"{group.group.size()} shards; keep parameters in bfloat16 or float32, and "
                     "leave that call out"
                 )
-    return found
+    return groups
 
 
 def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
@@ -110,18 +110,19 @@ def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
         ValueError: there is none, or there are several replicas; or a group is of a kind whose
             collectives cannot be replaced.
     """
-    found = list(sharded_groups(model, trained=False))
+    groups = list(sharded_groups(model, trained=False))
     ranks = sorted(mesh.mesh.flatten().tolist())
-    own = sorted({tuple(sorted(dist.get_process_group_ranks(each.group))) for each in found})
-    if own != [tuple(ranks)] or len(ranks) == 1:
+    sharded = sorted({tuple(sorted(dist.get_process_group_ranks(g.group))) for g in groups})
+    if sharded != [tuple(ranks)] or len(ranks) == 1:
         raise ValueError(
             "parameters= needs a model that fully_shard has sharded over all ranks of mesh, got "
-            f"shards on the ranks {own} and the mesh {mesh.mesh.tolist()}; with several replicas "
-            "leave parameters out: inside a replica FSDP gathers them itself"
+            f"shards on the ranks {sharded} and the mesh {mesh.mesh.tolist()}; with several "
+            "replicas leave parameters out: inside a replica FSDP gathers them itself"
         )
-    require_all_sharded(model, found)
-    for group in found:
-        name, kept = type(group.module).__name__, {each.dtype for each in group.parameters}
+    require_all_sharded(model, groups)
+    for group in groups:
+        name = type(group.module).__name__
+        kept = {parameter.dtype for parameter in group.parameters}
         if len(kept) > 1 or not all(dtype.is_floating_point for dtype in kept):
             raise ValueError(
                 f"fully_shard({name}) must have parameters of one floating-point dtype to gather "
@@ -132,7 +133,7 @@ def gathered_groups(model: nn.Module, mesh: DeviceMesh) -> list[ParameterGroup]:
                 f"fully_shard({name}) must not use float16, in which FSDP divides gradients on "
                 "both sides of its reduction; use bfloat16 or float32"
             )
-    return found
+    return groups
 
 
 def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
@@ -141,12 +142,12 @@ def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
     Raises:
         ValueError: there is none, or there is only one replica.
     """
-    own = {tuple(dist.get_process_group_ranks(group.group)) for group in groups}
+    sharded = {tuple(dist.get_process_group_ranks(group.group)) for group in groups}
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank of the mesh"
     for dimension in range(2):
         line = mesh.mesh.select(1 - dimension, coordinate[1 - dimension])  # with this rank
-        if own == {tuple(line.tolist())}:
+        if sharded == {tuple(line.tolist())}:
             if mesh.size(1 - dimension) == 1:
                 raise ValueError(
                     "compress_fsdp needs several replicas, got one: nothing crosses between "
@@ -156,8 +157,8 @@ def shard_dimension(groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> int:
             return dimension
     raise ValueError(
         "parameters must be sharded over one dimension of mesh, got shards on the ranks "
-        f"{sorted(own)} and the mesh {mesh.mesh.tolist()}; call fully_shard with mesh['shard'], in "
-        "configure_model with self.device_mesh['data_parallel']"
+        f"{sorted(sharded)} and the mesh {mesh.mesh.tolist()}; call fully_shard with "
+        "mesh['shard'], in configure_model with self.device_mesh['data_parallel']"
     )
 
 
@@ -167,9 +168,9 @@ def reshard(module: nn.Module) -> None:
     They would be taken for the module's own, and the next forward pass would use them, not what
     shards are then.
     """
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[ParameterGroup]:
@@ -185,7 +186,7 @@ def sharded_groups(model: nn.Module, *, trained: bool = True) -> Iterator[Parame
         for group in groups:
             fsdp_params = group.fsdp_params
             if trained:
-                fsdp_params = [each for each in fsdp_params if each.sharded_param.requires_grad]
+                fsdp_params = [param for param in fsdp_params if param.sharded_param.requires_grad]
             if fsdp_params:
                 yield _checked(cast(FSDPModule, module), group, fsdp_params)
 
@@ -228,14 +229,14 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
             f"Gradients must stay on their device, and fully_shard({name}) has a CPUOffloadPolicy, "
             "which copies them away before they are exchanged; leave it out"
         )
-    for each in fsdp_params:
-        if each.fsdp_placement != Shard(0):
+    for param in fsdp_params:
+        if param.fsdp_placement != Shard(0):
             raise ValueError(
-                f"fully_shard({name}) must shard the first dimension, got {each.fsdp_placement}; "
+                f"fully_shard({name}) must shard the first dimension, got {param.fsdp_placement}; "
                 "leave shard_placement_fn out"
             )
-    parameters = [each.sharded_param for each in fsdp_params]
-    if len({param_dtype_of(each) for each in fsdp_params}) > 1:
+    parameters = [param.sharded_param for param in fsdp_params]
+    if len({param_dtype_of(param) for param in fsdp_params}) > 1:
         raise ValueError(
             f"fully_shard({name}) must cast its parameters to one dtype, and its "
             "MixedPrecisionPolicy has a param_dtype_override_fn; call fully_shard for those of "
@@ -246,8 +247,8 @@ def _checked(module: FSDPModule, group: Any, fsdp_params: Sequence[Any]) -> Para
         module,
         shard_group_of(group),
         parameters,
-        [size_before_sharding(each) for each in fsdp_params],
-        [each.padded_sharded_param_size.numel() for each in fsdp_params],
+        [size_before_sharding(param) for param in fsdp_params],
+        [param.padded_sharded_param_size.numel() for param in fsdp_params],
         compute,
         reduce,
         divides_after_reduction(group, reduce),

@@ -51,15 +51,15 @@ def parameter_groups_of(module: FSDPModule) -> Sequence[Any]:
 
 def averages_replicas(group: Any) -> bool:
     """Whether a parameter group is averaged over a second dimension of its mesh."""
-    found: bool = group._is_hsdp
-    return found
+    averages: bool = group._is_hsdp
+    return averages
 
 
 # `set_requires_gradient_sync` says nothing of what was set.
 def reduces_gradients(group: Any) -> bool:
     """Whether a parameter group reduces its gradients in the next backward pass."""
-    found: bool = group.reduce_grads
-    return found
+    reduces: bool = group.reduce_grads
+    return reduces
 
 
 # FSDP tells nobody whether it divides within its reduction, or before and after it.
@@ -81,14 +81,14 @@ def collectives_of(group: Any) -> tuple[Any, Any]:
 # Of a mesh with a tensor-parallel dimension a parameter says all dimensions, and its whole shape.
 def shard_group_of(group: Any) -> dist.ProcessGroup:
     """The ranks that the parameters of a parameter group are sharded over."""
-    found: dist.ProcessGroup = group.mesh_info.shard_process_group
-    return found
+    ranks: dist.ProcessGroup = group.mesh_info.shard_process_group
+    return ranks
 
 
 def size_before_sharding(fsdp_param: Any) -> Sequence[int]:
     """The shape that ``fully_shard`` has sharded: with tensor parallelism that of this rank."""
-    found: Sequence[int] = fsdp_param._orig_size
-    return found
+    size: Sequence[int] = fsdp_param._orig_size
+    return size
 
 
 # Since torch 2.15 those of a group may have several.

@@ -1,19 +1,21 @@
-"""Models that ``fully_shard`` (FSDP2) has sharded over a fast dimension of a device mesh."""
+"""Models that ``fully_shard`` (FSDP2) has sharded over a fast dimension of a device mesh.
+
+``compress_fsdp`` is the way to them, and to those that are sharded over all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, ClassVar, Self
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,15 +25,16 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import map_tensors, name_before_compile
 from lightning_dist.exchange.rounds import replicate
 from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
-from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.planner import Handle
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.reducer import Reducer
-from lightning_dist.reducer.state import ResidualParts, require_mapping
-from lightning_dist.settings.exchange import ExchangeSettings
+from lightning_dist.reducer.state import ResidualParts, require_mapping, row_or_mean
+from lightning_dist.settings.exchange import ExchangeSettings, ShardedSettings
+from lightning_dist.settings.signatures import arguments_of, takes
 from lightning_dist.sync.base import Environment, Sync, continued, remember, syncs_of
 from lightning_dist.sync.buckets import flags_of
 from lightning_dist.sync.ddp import compile_kernels, describe_parameters, expect_compression
-from lightning_dist.sync.effect import require_effect, show
+from lightning_dist.sync.effect import require_effect, show, watch_optimizers
 from lightning_dist.sync.fsdp.checks import (
     BackwardEnd,
     ParameterGroup,
@@ -39,9 +42,9 @@ from lightning_dist.sync.fsdp.checks import (
     trained_groups,
 )
 from lightning_dist.sync.fsdp.private import runs_after_accumulation
-from lightning_dist.sync.fsdp.tensor_parts import ROWS, TensorPart, TensorParts
+from lightning_dist.sync.fsdp.shards import CompressedShards
+from lightning_dist.sync.fsdp.tensor_parts import ROWS, TensorPart, TensorParts, of_this_kind
 from lightning_dist.sync.networks import sharded_network
-from lightning_dist.sync.optimizers import watch_optimizers
 from lightning_dist.sync.rules import Case, check
 
 log = get_logger(__name__)
@@ -51,15 +54,54 @@ _ZEROS_FOR_UNUSED = (
 )
 
 
-@dataclass
-class ShardedGroup:
-    """The parameters that one ``fully_shard`` call has put together."""
+@takes(ShardedSettings, refuse=arguments_of(fully_shard))
+def compress_fsdp(
+    model: nn.Module,
+    settings: ShardedSettings,
+    *,
+    mesh: DeviceMesh,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> Any:
+    """Compress the gradients of a sharded ``model`` between its replicas. Collective.
 
-    module: FSDPModule
-    parameters: Sequence[nn.Parameter]  # sharded, those that are trained
-    slices: Sequence[ParameterSlice]  # of the flat gradient that the reduce-scatter leaves
-    numel: int  # of that, with padding
-    skipped: bool = False  # its last gradients were not exchanged
+    ``mesh`` has two dimensions, replicas and shards (of a mesh that has more, such as one for
+    tensor parallelism, give these two), and ``fully_shard`` was called over the
+    dimension of the shards::
+
+        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        gradients = compress_fsdp(model, "int8", mesh=mesh)
+
+    Gradients are reduce-scattered inside a replica as usual. Each rank exchanges its shard between
+    replicas, compressed: ``4 n / shards`` bytes of residual per rank, and ``1 / shards`` of the
+    bytes that DDP with this codec sends. Parameters and buffers are first made those of the first
+    replica.
+
+    Args:
+        settings: each an argument of this function. ``"none"`` gives the bits of ``fully_shard``
+            over both dimensions with a reduction in float32.
+        mesh: replicas and shards; the same on each of its ranks. With ``parameters`` all ranks.
+        grad_scaler: the GradScaler in use, so that residuals are kept unscaled.
+
+    Returns:
+        Handle of the gradient exchange, :class:`ShardedGradients`: ``no_sync()``, ``comm_stats()``,
+        ``state_dict()``, ``load_state_dict()``, ``close()``; with ``parameters``
+        :class:`CompressedShards`, without ``no_sync()``.
+
+    Raises:
+        ValueError: a model that ``fully_shard`` did not shard over one dimension of ``mesh``, or in
+            a way in which gradients cannot be exchanged afterwards, or that is compressed already;
+            ranks whose settings differ.
+    """
+    environment = Environment(grad_scaler=grad_scaler, mesh=mesh)
+    return kind_of(settings).attach(model, settings, environment)
+
+
+def kind_of(settings: ShardedSettings) -> type[ShardedGradients | CompressedShards]:
+    """Class of what ``settings`` ask for: between replicas, or with ``parameters`` all ranks."""
+    return ShardedGradients if settings.parameters is None else CompressedShards
 
 
 class ShardedGradients(Sync):
@@ -70,7 +112,7 @@ class ShardedGradients(Sync):
 
     Args:
         groups: of the parameters that are trained.
-        renewed: gives those of the parameters that are trained at that time.
+        mesh: with the dimensions replicas and shards.
     """
 
     entry: ClassVar[str] = "compress_fsdp"
@@ -80,12 +122,12 @@ class ShardedGradients(Sync):
         self,
         model: nn.Module,
         reducer: Reducer,
-        groups: Sequence[ShardedGroup],
+        groups: Sequence[ParameterGroup],
         *,
-        renewed: Callable[[], Sequence[ShardedGroup]],
+        mesh: DeviceMesh,
     ) -> None:
         self.settings = reducer.settings
-        self._model, self.reducer, self._renewed = model, reducer, renewed
+        self._model, self.reducer, self._mesh = model, reducer, mesh
         self.synchronises = True
         """Whether the next backward pass exchanges gradients between replicas."""
         self._under_way: list[Handle] = []
@@ -95,7 +137,7 @@ class ShardedGradients(Sync):
 
     @property
     def device(self) -> torch.device:
-        """Of the gradients."""
+        """Device of the gradients."""
         return self.reducer.network.device
 
     @property
@@ -108,17 +150,12 @@ class ShardedGradients(Sync):
     def attach(cls, model: nn.Module, settings: Any, environment: Environment) -> Self:
         mesh = environment.mesh
         assert mesh is not None
-        attached = next((each for each in syncs_of(model) if each.entry == cls.entry), None)
+        attached = next((sync for sync in syncs_of(model) if sync.entry == cls.entry), None)
         check(Case(settings, model, environment=environment, attached=attached), at="model")
         groups = trained_groups(model, mesh)
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
-
-        def layouts(groups: Sequence[ParameterGroup]) -> list[ShardedGroup]:
-            return [layout_of(group, names) for group in groups]
-
         reducer = _reducer_for(model, names, groups, settings, environment)
-        laid_out = layouts(groups)
-        slices = [(group, part) for group in laid_out for part in group.slices]
+        slices = [(group, part) for group in groups for part in slices_in(group, names)]
         if (kept := continued(model, environment.before)) is not None:
             assert kept.reducer is not None
             reducer.step = kept.reducer.step
@@ -126,7 +163,7 @@ class ShardedGradients(Sync):
         gradients = [(group.parameters[0].dtype, part.numel) for group, part in slices]
         compile_kernels(reducer, gradients, says=dist.get_rank() == 0)
         watch_optimizers(reducer, model)
-        sync = cls(model, reducer, laid_out, renewed=lambda: layouts(trained_groups(model, mesh)))
+        sync = cls(model, reducer, groups, mesh=mesh)
         remember(model, sync)
         if dist.get_rank() == 0:
             sizes = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
@@ -135,13 +172,13 @@ class ShardedGradients(Sync):
 
     @override
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
-        self._optimizers = [*map(ref, optimizers)]
+        super().connect(optimizers, environment)
         case = Case(self.settings, None, optimizers, environment, parameters=self.names)
         check(case, at="optimizers")
 
     @override
     def expect_steps(self, steps: int | None, *, done: int, is_trial: bool) -> None:
-        expect_compression(self.reducer, self.optimizers, steps, done=done, is_trial=is_trial)
+        expect_compression(self, steps, done=done, is_trial=is_trial)
 
     @override
     def begin_step(self) -> None:
@@ -166,8 +203,7 @@ class ShardedGradients(Sync):
     @property
     def parts(self) -> Mapping[str, tuple[int, int]]:
         """``(start, elements)`` that this rank has of each trained parameter."""
-        slices = (part for group in self._groups for part in group.slices)
-        return {part.name: (part.start, part.numel) for part in slices}
+        return {part.name: (part.start, part.numel) for slices in self._slices for part in slices}
 
     def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
         """Residuals of all replicas on rank 0, None elsewhere. Collective; between backward passes.
@@ -200,18 +236,17 @@ class ShardedGradients(Sync):
         }
 
     def _held(self, saved: Tensor, name: str, read: Read) -> ResidualParts:
-        (count, whole), rows = saved.shape, self.reducer.network.rows
+        count, whole = saved.shape
         part = self.tensor_parts.part(name, numel=whole)
         if part.whole != whole:  # of another model, which the reducer refuses
             part = TensorPart(1, whole, whole)
         start, numel = self.parts.get(name, (None, part.numel))  # all of it if it is frozen here
-        taken = [rows.own] if count == rows.count else range(count)
         places = [*part.runs(start or 0, numel)] or [(0, 0, 0)]
-        found = [
-            torch.cat([read(saved, row * whole + at, length) for at, _, length in places])
-            for row in taken
-        ]
-        loaded = sum(found[1:], found[0]) / len(found)
+
+        def of_row(row: int) -> Tensor:
+            return torch.cat([read(saved, row * whole + at, length) for at, _, length in places])
+
+        loaded = row_or_mean(count, self.reducer.network, of_row)
         return ResidualParts(part.numel, saved.dtype, loaded=loaded, start=start)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -240,15 +275,17 @@ class ShardedGradients(Sync):
         self._flags = flags
         for group in self._groups:
             group.module.set_all_reduce_hook(lambda _: None)
-        self._use(self._renewed())
+        self._use(trained_groups(self.model, self._mesh))
 
-    def _use(self, groups: Sequence[ShardedGroup]) -> None:
+    def _use(self, groups: Sequence[ParameterGroup]) -> None:
         self._groups = groups
+        self._slices = [slices_in(group, self.reducer.names) for group in groups]
+        self._skipped: set[int] = set()  # groups whose last gradients were not exchanged
         named = {name_before_compile(name): p for name, p in self.model.named_parameters()}
         self.tensor_parts = TensorParts(named, self.parts)
-        """This rank's parts of parameters that tensor parallelism splits."""
+        """Parts on this rank of parameters that tensor parallelism splits."""
         for index, group in enumerate(groups):
-            self.reducer.reserve(group.slices, group.parameters[0].dtype)
+            self.reducer.reserve(self._slices[index], group.parameters[0].dtype)
             group.module.set_all_reduce_hook(partial(self._reduced, index))
 
     def _abandon(self) -> None:
@@ -257,11 +294,11 @@ class ShardedGradients(Sync):
 
     def _reduced(self, index: int, flat: Tensor) -> None:
         """The hook: ``flat (numel,)`` is the mean of the replica, of this rank's shard."""
-        group = self._groups[index]
-        if flat.numel() != group.numel:
+        group, slices = self._groups[index], self._slices[index]
+        if flat.numel() != sum(group.padded):
             raise RuntimeError(
                 "Every parameter of a group must get a gradient in each backward pass; one of "
-                f"{', '.join(part.name for part in group.slices)} got none. Freeze it, or "
+                f"{', '.join(part.name for part in slices)} got none. Freeze it, or "
                 f"{_ZEROS_FOR_UNUSED}"
             )
         if any(map(runs_after_accumulation, group.parameters)):
@@ -270,24 +307,26 @@ class ShardedGradients(Sync):
                 "cannot take effect: replicas average gradients after it; remove it and step the "
                 "optimizer after backward(), or use fully_shard over both dimensions of the mesh"
             )
-        group.skipped = not self.synchronises
-        if group.skipped:
+        if not self.synchronises:
+            self._skipped.add(index)
             return
+        self._skipped.discard(index)
         self.backward.queue()
-        _take_accumulated(group, flat)
-        self._under_way.append(self.reducer.start(flat, group.slices, key=index))
+        _take_accumulated(group.parameters, slices, flat)
+        self._under_way.append(self.reducer.start(flat, slices, key=index))
 
     def _finish(self) -> None:
         """Before backward() returns: what follows (clipping, the optimizer) sees the mean."""
         if not self._under_way:
             return
-        for group in self._groups:
-            if group.skipped and any(each.grad is not None for each in group.parameters):
+        for index in sorted(self._skipped):
+            if any(parameter.grad is not None for parameter in self._groups[index].parameters):
                 self._abandon()
+                names = ", ".join(part.name for part in self._slices[index])
                 raise RuntimeError(
                     "Gradients accumulated under no_sync() must be exchanged before they are "
-                    f"applied, but {', '.join(part.name for part in group.slices)} got none in the "
-                    f"backward pass after it; {_ZEROS_FOR_UNUSED}"
+                    f"applied, but {names} got none in the backward pass after it; "
+                    f"{_ZEROS_FOR_UNUSED}"
                 )
         self.reducer.finish()
         under_way, self._under_way = self._under_way, []
@@ -323,23 +362,11 @@ def _reducer_for(
     )
 
 
-def of_this_kind(
-    state: Mapping[str, Any] | None, *, key: str, says: bool
-) -> Mapping[str, Any] | None:
-    """``state`` if it has ``key``; None, with a warning, if a model was compressed otherwise."""
-    if state is None or key in state:
-        return state
-    if says:
-        log.warning(
-            "The checkpoint is of a run that was compressed in the other way, between "
-            "replicas or, with parameters=, over all ranks: residuals are dropped"
-        )
-    return None
-
-
-def _take_accumulated(group: ShardedGroup, flat: Tensor) -> None:
+def _take_accumulated(
+    parameters: Sequence[nn.Parameter], slices: Sequence[ParameterSlice], flat: Tensor
+) -> None:
     """Add the ``.grad`` of earlier micro-batches to ``flat``, which FSDP then makes ``.grad``."""
-    for parameter, part in zip(group.parameters, group.slices, strict=True):
+    for parameter, part in zip(parameters, slices, strict=True):
         if parameter.grad is None:
             continue
         accumulated = local_of(parameter.grad)
@@ -349,8 +376,10 @@ def _take_accumulated(group: ShardedGroup, flat: Tensor) -> None:
         parameter.grad = None
 
 
-def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> ShardedGroup:
-    """Each parameter's shard, one after the other, padded to the largest of all ranks."""
+def slices_in(group: ParameterGroup, names: Mapping[Tensor, str]) -> list[ParameterSlice]:
+    """Shards of a group in the flat gradient that its reduce-scatter leaves, one after the other,
+    each padded to the largest of all ranks.
+    """
     slices, offset = [], 0
     of_all = zip(group.parameters, group.shapes, group.padded, strict=True)
     for parameter, shape, padded in of_all:
@@ -361,7 +390,7 @@ def layout_of(group: ParameterGroup, names: Mapping[Tensor, str]) -> ShardedGrou
             ParameterSlice(names[parameter], offset, tuple(local.shape), start=start, rest=rest)
         )
         offset += padded
-    return ShardedGroup(group.module, group.parameters, slices, offset)
+    return slices
 
 
 def local_of(tensor: Tensor | None) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Self
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -47,12 +46,10 @@ from lightning_dist.settings.codecs import identity
 from lightning_dist.settings.exchange import ShardedSettings
 from lightning_dist.sync.base import Environment, Sync, remember, syncs_of
 from lightning_dist.sync.buckets import flags_of
-from lightning_dist.sync.effect import show
+from lightning_dist.sync.effect import OptimizerWatch, show
 from lightning_dist.sync.fsdp.checks import BackwardEnd, ParameterGroup, gathered_groups
 from lightning_dist.sync.fsdp.private import collectives_of, parameter_groups_of
-from lightning_dist.sync.fsdp.replicas import of_this_kind
-from lightning_dist.sync.fsdp.tensor_parts import ROWS
-from lightning_dist.sync.optimizers import OptimizerWatch
+from lightning_dist.sync.fsdp.tensor_parts import ROWS, of_this_kind
 from lightning_dist.sync.rules import Case, check
 
 log = get_logger(__name__)
@@ -73,7 +70,7 @@ class CompressedShards(Sync):
     @override
     def attach(cls, model: nn.Module, settings: ShardedSettings, environment: Environment) -> Self:
         assert environment.mesh is not None
-        attached = next((each for each in syncs_of(model) if each.entry == cls.entry), None)
+        attached = next((sync for sync in syncs_of(model) if sync.entry == cls.entry), None)
         check(Case(settings, model, environment=environment, attached=attached), at="model")
         sync = cls(model, settings, groups=gathered_groups(model, environment.mesh))
         remember(model, sync)
@@ -92,15 +89,15 @@ class CompressedShards(Sync):
         self._model, self.settings, self._parameter_groups = model, settings, groups
         names: dict[Tensor, str] = {p: name_before_compile(n) for n, p in model.named_parameters()}
         self._names = names
-        own = {
+        agreed = {
             "gradients": identity(settings.policy_of_gradients),
             "parameters": identity(settings.policy_of_parameters),
             "errors are kept": settings.keeps_rounded_errors,
             "groups": [[names[p] for p in group.parameters] for group in groups],
         }
         self.group, self.device = groups[0].group, groups[0].parameters[0].device
-        facts = all_facts({**own, "node": host_name()}, group=self.group, device=self.device)
-        require_equal([{key: fact[key] for key in own} for fact in facts])
+        facts = all_facts({**agreed, "node": host_name()}, group=self.group, device=self.device)
+        require_equal([{key: fact[key] for key in agreed} for fact in facts])
         self._topology = Topology(tuple(fact["node"] for fact in facts), self.group.rank())
         self._closed = False
         self._stats = CommStats()
@@ -126,7 +123,7 @@ class CompressedShards(Sync):
         if flags == self._flags:
             return
         self._flags = flags
-        steps = {name: each.step for name, each in self._reductions.items()}
+        steps = {name: reduction.step for name, reduction in self._reductions.items()}
         errors = {name: held for name, (_, held) in self._errors.items()}
         self._replaced.close()
         self._replaced, self._reductions, self._errors = ExitStack(), {}, {}
@@ -134,44 +131,44 @@ class CompressedShards(Sync):
         for name, reduction in self._reductions.items():
             reduction.step = steps.get(name, 0)
         for name, (_, held) in self._errors.items():
-            for own, before in zip(held, errors.get(name, ()), strict=False):
-                own.copy_(before)
+            for error, before in zip(held, errors.get(name, ()), strict=False):
+                error.copy_(before)
 
     def _replace(self, names: Mapping[Tensor, str]) -> None:
-        settings, every = self.settings, list[RowGather | RowReduceScatter]()
-        for index, each in enumerate(self._parameter_groups):
-            rows = _rows(settings.policy_of_parameters, each, names, each.dtype)
+        settings, collectives = self.settings, list[RowGather | RowReduceScatter]()
+        for index, group in enumerate(self._parameter_groups):
+            rows = _rows(settings.policy_of_parameters, group, names, group.dtype)
             quantised: dict[str, RowGather | RowReduceScatter] = {
                 "all_gather": RowGather(rows, self.topology)
             }
-            if any(parameter.requires_grad for parameter in each.parameters):
+            if any(parameter.requires_grad for parameter in group.parameters):
                 memory = RoundedError() if settings.keeps_rounded_errors else None
                 rows = _rows(
                     settings.policy_of_gradients,
-                    each,
+                    group,
                     names,
-                    each.reduce_dtype,
+                    group.reduce_dtype,
                     trained=True,
                     memory=memory,
                 )
-                name = names[each.parameters[0]]
+                name = names[group.parameters[0]]
                 self._reductions[name] = quantised["reduce_scatter"] = RowReduceScatter(
                     rows, self.topology, name=name, device=self.device
                 )
                 errors = rows.errors_of_slices(self._reductions[name].errors)
-                self._errors |= dict(_by_parameter(errors, each, names))
-            every += quantised.values()
+                self._errors |= dict(_by_parameter(errors, group, names))
+            collectives += quantised.values()
             # Before FSDP's own hook, which gathers without gradients in any case.
-            hook = each.module.register_forward_pre_hook(untraced(self._note), prepend=True)  # type: ignore[attr-defined]
+            hook = group.module.register_forward_pre_hook(untraced(self._note), prepend=True)  # type: ignore[attr-defined]
             self._replaced.callback(hook.remove)
             self._replaced.enter_context(
-                replaced_collectives(each.module, partial(self._quantised, index, quantised))
+                replaced_collectives(group.module, partial(self._quantised, index, quantised))
             )
-        self._compile(every)
+        self._compile(collectives)
 
     @override
     def connect(self, optimizers: Sequence[Optimizer], environment: Environment) -> None:
-        self._optimizers = [*map(ref, optimizers)]
+        super().connect(optimizers, environment)
         case = Case(self.settings, None, optimizers, environment, parameters=self.names)
         check(case, at="optimizers")
 
@@ -225,7 +222,7 @@ class CompressedShards(Sync):
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held between steps: ``residual_bytes``, 0 without error feedback."""
-        return {"residual_bytes": sum(each.nbytes for each in self._reductions.values())}
+        return {"residual_bytes": sum(reduction.nbytes for reduction in self._reductions.values())}
 
     def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
         """State of all ranks on the first rank, None elsewhere. Collective; between passes.
@@ -244,14 +241,16 @@ class CompressedShards(Sync):
 
         The tensors of the state are empty memory; the spreads are the parts that this rank has.
         """
-        state: dict[str, Any] = {"steps": {n: each.step for n, each in self._reductions.items()}}
+        state: dict[str, Any] = {
+            "steps": {n: reduction.step for n, reduction in self._reductions.items()}
+        }
         size, spreads = self.group.size(), []
         for name, (_, errors) in self._errors.items():
             for held in errors:
                 whole = torch.empty(size, *held.shape, dtype=held.dtype, device=device)
                 starts = range(self.group.rank() * held.numel(), whole.numel(), held[0].numel())
-                own = tuple(zip(starts, map(torch.flatten, held), strict=False))
-                spreads.append(Spread(whole, own))
+                parts = tuple(zip(starts, map(torch.flatten, held), strict=False))
+                spreads.append(Spread(whole, parts))
                 state.setdefault("errors", {}).setdefault(name, []).append(whole)
         if spreads:
             state |= {"world_size": size, "rows": list(range(size))}
@@ -263,18 +262,18 @@ class CompressedShards(Sync):
         Args:
             read: gives a part of a tensor of ``state``, which may be in a file.
         """
-        found = {
+        loaded = {
             key: map_tensors(partial(read_whole, read=read), part)
             for key, part in state.items()
             if key not in (*ROWS, "errors")  # of replicas
         }
         if "errors" in state:
-            found["rows"] = rows = state["rows"][self.group.rank() :: self.group.size()]
-            found["errors"] = {
-                name: [[_row(kind, row, read) for row in rows] for kind in each]
-                for name, each in state["errors"].items()
+            loaded["rows"] = rows = state["rows"][self.group.rank() :: self.group.size()]
+            loaded["errors"] = {
+                name: [[_row(kind, row, read) for row in rows] for kind in kinds]
+                for name, kinds in state["errors"].items()
             }
-        return found
+        return loaded
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank; None starts afresh.
@@ -286,9 +285,9 @@ class CompressedShards(Sync):
         require_mapping(state)
         state = of_this_kind(state, key="steps", says=self.group.rank() == 0)
         state = {"steps": {}} if state is None else state
-        for name, each in self._reductions.items():
-            each.step = int(state["steps"].get(name, 0))
-            for held in (of for errors in each.errors for of in errors):
+        for name, reduction in self._reductions.items():
+            reduction.step = int(state["steps"].get(name, 0))
+            for held in (tensor for errors in reduction.errors for tensor in errors):
                 held.zero_()
         if "errors" in state:
             self._load_errors(state)
@@ -300,17 +299,17 @@ class CompressedShards(Sync):
         mine = [i for i, row in enumerate(state["rows"]) if row % ranks == self.group.rank()]
         for name, saved in state["errors"].items():
             rows = [tuple(kind[i].to(self.device) for kind in saved) for i in mine]
-            shape, own = self._errors.get(name, ((), ()))
-            if not own:
+            shape, errors = self._errors.get(name, ((), ()))
+            if not errors:
                 dropped += sum(codes.numel() for _, codes in rows)
-            elif before == ranks and rows[0][1].shape == own[1].shape:
-                for held, found in zip(own, rows[0], strict=True):
-                    held.copy_(found)
+            elif before == ranks and rows[0][1].shape == errors[1].shape:
+                for held, saved_error in zip(errors, rows[0], strict=True):
+                    held.copy_(saved_error)
             elif rows:
                 wholes = torch.stack([joined_errors(row, shape) for row in rows])
                 whole = wholes.sum(0) * (ranks / before)
-                rounded = RoundedError().rounded(cut_errors(whole, shape, own))
-                for held, new in zip(own, rounded, strict=True):
+                rounded = RoundedError().rounded(cut_errors(whole, shape, errors))
+                for held, new in zip(errors, rounded, strict=True):
                     held.copy_(new)
         if dropped and self.group.rank() == 0:
             log.warning(
@@ -336,11 +335,11 @@ class CompressedShards(Sync):
         collective.quantised = quantised[op]
         return collective
 
-    def record(self, of: RowGather | RowReduceScatter) -> None:
+    def record(self, collective: RowGather | RowReduceScatter) -> None:
         """Count one collective."""
-        is_gather = isinstance(of, RowGather)
+        is_gather = isinstance(collective, RowGather)
         count = self._stats.record if self._trains else self._stats.record_outside
-        count(_KINDS[0] if is_gather else _KINDS[1], of.raw.total, of.sent)
+        count(_KINDS[0] if is_gather else _KINDS[1], collective.raw.total, collective.sent)
         if not is_gather:
             self._has_reduced = True
             self.backward.queue()
@@ -357,8 +356,11 @@ class CompressedShards(Sync):
         self._has_reduced = False
         self._stats.drop_step()
 
-    def _compile(self, every: Sequence[RowGather | RowReduceScatter]) -> None:
-        wish, numel = self.settings.compile_kernels, sum(each.rows.numel for each in every)
+    def _compile(self, collectives: Sequence[RowGather | RowReduceScatter]) -> None:
+        wish, numel = (
+            self.settings.compile_kernels,
+            sum(collective.rows.numel for collective in collectives),
+        )
         if is_accelerator(self.device):
             if wish is True:
                 raise ValueError(
@@ -369,8 +371,8 @@ class CompressedShards(Sync):
         says = self.group.rank() == 0
         if not should_fuse(wish, numel=numel, device=self.device, says=says):
             return
-        for each in every:
-            each.fuse(self.device)
+        for collective in collectives:
+            collective.fuse(self.device)
 
 
 def _row(saved: Tensor, row: int, read: Read) -> Tensor:

@@ -13,11 +13,28 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.base.log import get_logger
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.facts import Spread, gather
 
+log = get_logger(__name__)
+
 ROWS = ("residuals", "momenta")
 """Kinds of state with a row per replica, ``{parameter name: (replicas, elements)}``."""
+
+
+def of_this_kind(
+    state: Mapping[str, Any] | None, *, key: str, says: bool
+) -> Mapping[str, Any] | None:
+    """``state`` if it has ``key``; None, with a warning, if a model was compressed otherwise."""
+    if state is None or key in state:
+        return state
+    if says:
+        log.warning(
+            "The checkpoint is of a run that was compressed in the other way, between "
+            "replicas or, with parameters=, over all ranks: residuals are dropped"
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,11 @@ class TensorParts:
         self, parameters: Mapping[str, Tensor], own: Mapping[str, tuple[int, int]]
     ) -> None:
         self._parameters, self._own = parameters, own
-        meshes = [each.device_mesh for each in parameters.values() if isinstance(each, DTensor)]
+        meshes = [
+            parameter.device_mesh
+            for parameter in parameters.values()
+            if isinstance(parameter, DTensor)
+        ]
         mesh: DeviceMesh | None = next((mesh for mesh in meshes if mesh.ndim == 2), None)
         self._group = None if mesh is None or mesh.size(1) == 1 else mesh.get_group(1)
 
@@ -101,8 +122,8 @@ class TensorParts:
         Args:
             rank: whose; None: that of this rank.
         """
-        own, ranks = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
-        rank = own if rank is None else rank
+        number, ranks = (0, 1) if self._group is None else (self._group.rank(), self._group.size())
+        rank = number if rank is None else rank
         if name not in self._parameters:
             return TensorPart(1, numel, numel, is_copy=rank > 0)
         return TensorPart.of(self._parameters[name], rank=rank, ranks=ranks)
@@ -112,7 +133,9 @@ class TensorParts:
         if self._group is None or state is None:
             return state
         rows = [rows for _, _, rows in _rows_of(state)]
-        parts = [Spread(each, ((0, each.view(-1)),) if each.numel() else ()) for each in rows]
+        parts = [
+            Spread(tensor, ((0, tensor.view(-1)),) if tensor.numel() else ()) for tensor in rows
+        ]
         whole, spreads = self.spread(state, parts, place="meta" if self._group.rank() else "cpu")
         device = next(iter(self._parameters.values())).device
         gather(spreads, Channel(self._group), device=device)
@@ -125,37 +148,39 @@ class TensorParts:
         if self._group is None:
             return state, [*spreads]
         held = {(kind, name): rows for kind, name, rows in _rows_of(state)}
-        own = {id(each.whole): each.own for each in spreads}
+        parts_of = {id(spread.whole): spread.own for spread in spreads}
         wholes = {
             key: (len(rows), self.part(key[1], numel=rows.shape[1]).whole, rows.dtype)
             for key, rows in held.items()
         }
         of_all: list[Any] = [None] * self._group.size()
         dist.all_gather_object(of_all, wholes, group=self._group)
-        wholes |= {key: found for each in of_all for key, found in each.items()}
-        states = self._gathered({"factors": state.get("factors", {})})
+        wholes |= {key: about for of_rank in of_all for key, about in of_rank.items()}
+        states: list[Any] | None = [None] * self._group.size() if self._group.rank() == 0 else None
+        own_factors = {"factors": state.get("factors", {})}
+        dist.gather_object(own_factors, states, group=self._group, group_dst=0)
         whole_state = {**state, **({} if states is None else self._factors_of(states))}
         whole_state |= {kind: {} for kind in ROWS if kind in state}
-        found = []
+        whole_spreads = []
         for (kind, name), (count, numel, dtype) in sorted(wholes.items()):
             whole = torch.empty(count, numel, dtype=dtype, device=place)
             whole_state.setdefault(kind, {})[name] = whole
             part, rows = self.part(name, numel=numel), held.get((kind, name))
             runs: list[tuple[int, Tensor]] = []
-            for begin, flat in () if rows is None or part.is_copy else own[id(rows)]:
+            for begin, flat in () if rows is None or part.is_copy else parts_of[id(rows)]:
                 row, start = divmod(begin, part.numel)
                 runs += (
                     (row * numel + to, flat[at : at + length])
                     for to, at, length in part.runs(start, flat.numel())
                 )
-            found.append(Spread(whole, tuple(runs)))
-        return whole_state, found
+            whole_spreads.append(Spread(whole, tuple(runs)))
+        return whole_state, whole_spreads
 
     def cut(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """State of this rank's parts, from that of whole parameters; what is Held is cut."""
         if self._group is None or state is None:
             return state
-        found = {
+        cut_state = {
             **state,
             **{kind: {**state[kind]} for kind in ROWS if kind in state},
             "factors": {},
@@ -163,20 +188,14 @@ class TensorParts:
         for kind, name, rows in _rows_of(state):
             part = self.part(name, numel=rows.shape[1])
             if part.whole == rows.shape[1]:  # or else it is of another model, which is refused
-                found[kind][name] = part.of_rows(rows).reshape(len(rows), part.numel)
+                cut_state[kind][name] = part.of_rows(rows).reshape(len(rows), part.numel)
         for name, of in state.get("factors", {}).items():
             start, numel = self._own.get(name, (0, 0))
             pairs = of if isinstance(of, Mapping) else {0: of}
             place = next(self.part(name).runs(start, min(numel, 1)), (-1,))[0]
             if place in pairs:
-                found["factors"][name] = {start: pairs[place]}
-        return found
-
-    def _gathered(self, state: dict[str, Any]) -> list[Any] | None:
-        assert self._group is not None
-        states = [None] * self._group.size() if self._group.rank() == 0 else None
-        dist.gather_object(state, states, group=self._group, group_dst=0)
-        return states
+                cut_state["factors"][name] = {start: pairs[place]}
+        return cut_state
 
     def _factors_of(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         whole: dict[str, dict[int, Any]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_dist.base.log import get_logger
 from lightning_dist.exchange.rounds import replicate
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, strides_in_bucket
+from lightning_dist.reducer.plan.slices import ParameterSlice, as_real, slices_of
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
 from lightning_dist.sync.buckets import flags_of
@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 
 _STABLE_OUTER_LR = 0.1
-"""With which 1,000 outer steps of a small model stay finite; see the guide on local steps."""
+"""Rate with which 1,000 outer steps of a small model stay finite; see the guide on local steps."""
 
 
 def warn_of_bursts(settings: LocalUpdateSettings) -> None:
@@ -148,12 +148,12 @@ def fragment_of(
     parameters: Mapping[str, nn.Parameter], anchors: Mapping[str, nn.Parameter]
 ) -> Fragment:
     """These parameters with their anchors, one after the other in a pseudo-gradient."""
-    names, some = list(parameters), list(parameters.values())
-    return Fragment(some, [anchors[name] for name in names], slices_of_parts(names, some))
+    names, tensors = list(parameters), list(parameters.values())
+    return Fragment(tensors, [anchors[name] for name in names], slices_of_parts(names, tensors))
 
 
 def own_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, in real numbers; all of it where it is not sharded."""
+    """Part of a parameter on this rank, in real numbers; all of it where it is not sharded."""
     return as_real(local_of(parameter.detach()))
 
 
@@ -164,19 +164,16 @@ def first_row(sharded: DTensor) -> int:
 
 
 def slices_of_parts(names: Sequence[str], parameters: Sequence[Tensor]) -> list[ParameterSlice]:
-    """This rank's parts of parameters, one after the other in a flat tensor."""
-    found, offset = [], 0
-    for name, parameter in zip(names, parameters, strict=True):
-        part = own_part(parameter)
-        start = rest = 0
+    """Parts of parameters on this rank, one after the other in a flat tensor."""
+    slices = slices_of(names, [own_part(parameter) for parameter in parameters])
+    for index, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
+            part = slices[index]
             row = prod(part.shape[1:])
             start = first_row(parameter) * row
-            rest = parameter.shape[0] * row - start - part.numel()
-        shape, strides = tuple(part.shape), strides_in_bucket(part)
-        found.append(ParameterSlice(name, offset, shape, start, rest, strides))
-        offset += part.numel()
-    return found
+            rest = parameter.shape[0] * row - start - part.numel
+            slices[index] = replace(part, start=start, rest=rest)
+    return slices
 
 
 class Anchor:
@@ -205,13 +202,15 @@ class Anchor:
         self._reducer, self._among = reducer, among
         self._make_optimizer = settings.outer_optimizer or self._sgd
         self._make_scheduler = settings.outer_schedule
-        trained = {name: each for name, each in parameters.items() if each.requires_grad}
+        trained = {
+            name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+        }
         if settings.fragments > len(trained):
             raise ValueError(
                 "fragments must be at most the number of trained parameters, "
                 f"{len(trained)}, got {settings.fragments}"
             )
-        wide = all(own_part(each).dtype == torch.float64 for each in trained.values())
+        wide = all(own_part(parameter).dtype == torch.float64 for parameter in trained.values())
         self.dtype = torch.float64 if wide else torch.float32
         self.tensors: dict[str, nn.Parameter] = {}
         """Anchors of this rank's parts by name: real numbers in :attr:`dtype`."""
@@ -237,7 +236,9 @@ class Anchor:
         if flags == self._flags:
             return False
         self._flags = flags
-        self._trained |= {name for name, each in self._parameters.items() if each.requires_grad}
+        self._trained |= {
+            name for name, parameter in self._parameters.items() if parameter.requires_grad
+        }
         new = self._trained - self.tensors.keys()
         self._hold(self.tensors.keys() | new)
         return bool(new)
@@ -253,18 +254,20 @@ class Anchor:
             name: kept[name]
             if name in kept
             else nn.Parameter(
-                own_part(each).to(
-                    "cpu" if self._settings.offload else each.device, self.dtype, copy=True
+                own_part(parameter).to(
+                    "cpu" if self._settings.offload else parameter.device, self.dtype, copy=True
                 )
             )
-            for name, each in self._parameters.items()
+            for name, parameter in self._parameters.items()
             if name in names
         }
 
     def begin_exchange(self, fragment: Fragment) -> list[bool]:
         """Flags of :meth:`trained`, at the beginning of an exchange of ``fragment``."""
         trained = self.trained()
-        self._trained -= {part.name for each, _, part in fragment.rows() if not each.requires_grad}
+        self._trained -= {
+            part.name for parameter, _, part in fragment.rows() if not parameter.requires_grad
+        }
         return trained
 
     def agree(self) -> list[str]:
@@ -287,10 +290,10 @@ class Anchor:
             trained: which parameters of the model a worker has trained; equal on all workers.
             sent: which of them were exchanged since; what nobody had trained there is left out.
         """
-        some = {name for name, flag in zip(self._parameters, trained, strict=True) if flag}
-        idle = set() if sent is None else {part.name for part in sent.slices} - some
+        used = {name for name, flag in zip(self._parameters, trained, strict=True) if flag}
+        idle = set() if sent is None else {part.name for part in sent.slices} - used
         before = self.names
-        names = (before - idle) | some
+        names = (before - idle) | used
         if names == before or not names:  # an optimizer of nothing cannot be made
             return
         self._use(names)
@@ -312,7 +315,7 @@ class Anchor:
         if len(groups) == len(held):  # the user's may depend on the parameters
             for group, old in zip(groups, held, strict=True):
                 group.update({key: value for key, value in old.items() if key != "params"})
-        for anchor in (anchor for each in self.fragments for anchor in each.anchors):
+        for anchor in (anchor for fragment in self.fragments for anchor in fragment.anchors):
             if anchor in before.state:
                 self.optimizer.state[anchor] = before.state[anchor]
         if self.scheduler is not None and scheduler is not None:
@@ -321,14 +324,16 @@ class Anchor:
     def _cut(self, names: Collection[str]) -> None:
         self._hold({*names, *(self._trained & self.tensors.keys())})
         self.fragments = cut(
-            {name: each for name, each in self._parameters.items() if name in names},
+            {name: parameter for name, parameter in self._parameters.items() if name in names},
             self.tensors,
             self._settings.fragments,
         )
 
     def _outer(self) -> tuple[Optimizer, LRScheduler | None]:
         """The optimizer of the anchors in fragments, and the scheduler of its learning rate."""
-        optimizer = self._make_optimizer([a for each in self.fragments for a in each.anchors])
+        optimizer = self._make_optimizer(
+            [a for fragment in self.fragments for a in fragment.anchors]
+        )
         make = self._make_scheduler
         scheduler = make(optimizer) if callable(make) else make
         require_scheduler(scheduler, outer=optimizer)
@@ -360,12 +365,12 @@ class Anchor:
     @property
     def names(self) -> set[str]:
         """Parameters that are exchanged."""
-        return {part.name for each in self.fragments for part in each.slices}
+        return {part.name for fragment in self.fragments for part in fragment.slices}
 
     @property
     def last(self) -> int:
         """Number of the fragment with which a window ends."""
-        return max(number for number, each in enumerate(self.fragments) if each.slices)
+        return max(number for number, fragment in enumerate(self.fragments) if fragment.slices)
 
     def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each trained parameter with its anchor."""
@@ -380,15 +385,15 @@ class Anchor:
     def state_dict_of(self, module: nn.Module) -> dict[str, Any]:
         """The module's ``state_dict`` with the anchor in the place of trained parameters."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        found = {}
+        state = {}
         for key, value in module.state_dict(keep_vars=True).items():
             name = names.get(id(value))
             if name is None:
-                found[key] = value.detach() if isinstance(value, Tensor) else value
+                state[key] = value.detach() if isinstance(value, Tensor) else value
                 continue
-            found[key] = torch.empty_like(value, requires_grad=False)
-            own_part(found[key]).copy_(self.tensors[name].detach())
-        return found
+            state[key] = torch.empty_like(value, requires_grad=False)
+            own_part(state[key]).copy_(self.tensors[name].detach())
+        return state
 
     def from_weights(self) -> None:
         """Let the anchor be the model's weights, which must be equal on all ranks."""

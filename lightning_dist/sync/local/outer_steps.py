@@ -33,10 +33,7 @@ from lightning_dist.sync.fsdp.checks import (
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.anchor import Anchor, own_part, require_stepped
 from lightning_dist.sync.local.pseudo_gradients import PendingMean, PseudoGradients, average_buffers
-from lightning_dist.sync.local.shards import (
-    OuterState,
-    WorkerShards,
-)
+from lightning_dist.sync.local.shards import WorkerShards, own_shards, spread_shards
 
 log = get_logger(__name__)
 
@@ -47,7 +44,7 @@ class LocalUpdates:
     """The outer steps of a model that is trained in local ones; see :func:`local_updates`."""
 
     sync: Sync
-    """What frameworks use of it."""
+    """Part of it that frameworks use."""
 
     def __init__(
         self,
@@ -61,7 +58,7 @@ class LocalUpdates:
     ) -> None:
         self.settings, self.module, self._synced = settings, module, synced
         self.shards = shards
-        """Those of this rank's worker; None where the model is not sharded."""
+        """Shards of this rank's worker; None where the model is not sharded."""
         named = {name_before_compile(name): p for name, p in module.named_parameters()}
         self.reducer = Reducer(
             {p: name for name, p in named.items()},
@@ -84,7 +81,6 @@ class LocalUpdates:
             among=network if shards is None else shards.between,
         )
         """Trained parameters as all workers know them."""
-        self._of_shards = None if shards is None else OuterState(shards, self.anchor)
         self._gradients = PseudoGradients(
             self.anchor,
             self.reducer,
@@ -152,9 +148,9 @@ class LocalUpdates:
             RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before.
         """
         if not self._has_stepped:
-            own = (p.grad for p in self.trained.values() if p.grad is not None)
-            held = (g.coalesce().values() if g.is_sparse else local_of(g) for g in own)
-            gradients = sum(float(torch.linalg.vector_norm(each)) for each in held)
+            grads = (p.grad for p in self.trained.values() if p.grad is not None)
+            held = (g.coalesce().values() if g.is_sparse else local_of(g) for g in grads)
+            gradients = sum(float(torch.linalg.vector_norm(gradient)) for gradient in held)
             if self.shards is not None:
                 (gradients,) = self.shards.total(gradients)
             require_stepped(gradients)
@@ -164,7 +160,7 @@ class LocalUpdates:
                 "step(samples=) must be given with weigh_by='samples', and only then, got "
                 f"{samples!r} with weigh_by={self.settings.weigh_by!r}"
             )
-        self._gradients.samples.seen += samples or 0.0
+        self._gradients.samples += samples or 0.0
         self.attempted += 1
         begin = perf_counter()
         if self.attempted == self.total_steps:
@@ -249,8 +245,8 @@ class LocalUpdates:
         try:
             yield
         finally:
-            own, self._set_aside = self._set_aside, None
-            self.load_worker(own, {})
+            weights, self._set_aside = self._set_aside, None
+            self.load_worker(weights, {})
 
     def worker_weights(self) -> dict[str, Tensor]:
         """This worker's own trained parameters by name, also inside :meth:`anchor_weights`.
@@ -263,7 +259,7 @@ class LocalUpdates:
 
     def buffers(self) -> dict[str, Tensor]:
         """This worker's own buffers by name."""
-        return {name_before_compile(n): each for n, each in self.module.named_buffers()}
+        return {name_before_compile(n): buffer for n, buffer in self.module.named_buffers()}
 
     def anchor_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict`` with the anchor in the place of trained parameters."""
@@ -271,7 +267,7 @@ class LocalUpdates:
         return self.anchor.state_dict_of(self.module)
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the last outer step, for a logger; empty before it.
+        """Metrics of the last outer step, for a logger; empty before it.
 
         ``outer/pseudo_gradient_norm``: of the mean; ``outer/drift``: root mean square of the
         workers' own norms; ``outer/cosine``: mean cosine between two workers' pseudo-gradients,
@@ -308,8 +304,8 @@ class LocalUpdates:
         """
         state = self._shared_state()
         state["residuals"], spreads = self.reducer.spread_state_dict(device=device)
-        if self._of_shards is not None:
-            state, of_shards = self._of_shards.spread(state, device=device)
+        if self.shards is not None:
+            state, of_shards = spread_shards(state, self.anchor, self.shards, device=device)
             spreads = [*spreads, *of_shards]
         return state, spreads
 
@@ -343,7 +339,7 @@ class LocalUpdates:
         self.load_own_state(self.own_state(state))
 
     def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> Mapping[str, Any]:
-        """This rank's part of :meth:`state_dict`, whose parameters are trained from now on.
+        """Part of :meth:`state_dict` for this rank, whose parameters are trained from now on.
 
         Args:
             read: gives a part of a tensor of ``state``, which may be in a file.
@@ -357,9 +353,9 @@ class LocalUpdates:
                 "with the release of lightning_dist that has saved it"
             )
         self.anchor.restart(state["anchor"].keys(), trained=state["trained"])
-        if self._of_shards is None:
+        if self.shards is None:
             return state
-        return self._of_shards.own(state, rows=self.reducer.network.rows, read=read)
+        return own_shards(state, self.anchor, network=self.reducer.network, read=read)
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`. Collective."""
@@ -408,7 +404,7 @@ class LocalUpdates:
         return getattr(module, "module", module) is self.module or module is self.module
 
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._has_stepped and not any(each["lr"] for each in optimizer.param_groups):
+        if not self._has_stepped and not any(group["lr"] for group in optimizer.param_groups):
             return  # changes nothing: torch makes the state for a checkpoint by such a step
         if not self._has_stepped and not self.attempted and self._differs_from_anchor():
             raise ValueError(
@@ -444,11 +440,11 @@ class LocalUpdates:
             held = list(self.module.buffers())
             average_buffers(held, self.reducer.network, share=self._gradients.share)
         for _, anchor, part in fragment.rows():
-            own = part.shaped(part.of(exchange.mean)).to(anchor.device)
+            mean = part.shaped(part.of(exchange.mean)).to(anchor.device)
             if mean_only:
-                anchor.sub_(own)
+                anchor.sub_(mean)
             else:
-                anchor.grad = own
+                anchor.grad = mean
         if not mean_only:
             self.outer_optimizer.step()
             self._gradients.metrics["outer/lr"] = self.outer_optimizer.param_groups[0]["lr"]
@@ -471,8 +467,8 @@ class LocalUpdates:
         """
         self.start_from_anchor()
         for state in (of for optimizer in self._optimizers for of in optimizer.state.values()):
-            moments = (each for each in state.values() if isinstance(each, Tensor))
-            if not all(bool(local_of(each).isfinite().all()) for each in moments):
+            moments = (tensor for tensor in state.values() if isinstance(tensor, Tensor))
+            if not all(bool(local_of(tensor).isfinite().all()) for tensor in moments):
                 state.clear()  # the optimizer makes it anew
 
     def _follow_ddp(self) -> None:

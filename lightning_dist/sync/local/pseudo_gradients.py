@@ -14,7 +14,7 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.exchange.rounds import bits_digest
 from lightning_dist.ranks.traffic import ring_allreduce
 from lightning_dist.reducer.network import Network
-from lightning_dist.reducer.plan.plans import Handle
+from lightning_dist.reducer.plan.planner import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.local_updates import Weight
 from lightning_dist.sync.local.anchor import Anchor, Fragment, own_part
@@ -35,13 +35,13 @@ def average_buffers(buffers: Sequence[Tensor], network: Network, *, share: float
         buffers: in an order that is equal on all workers.
         share: of a worker that this rank is.
     """
-    floating = [each for each in buffers if each.is_floating_point() and each.numel()]
+    floating = [buffer for buffer in buffers if buffer.is_floating_point() and buffer.numel()]
     differ = _differ(floating, network) if floating else []
     for dtype in (torch.float32, torch.float64):
         wide = dtype == torch.float64
-        some = [buffer for buffer in differ if (buffer.dtype == torch.float64) == wide]
-        if some:
-            _average(some, network, dtype=dtype, share=share)
+        alike = [buffer for buffer in differ if (buffer.dtype == torch.float64) == wide]
+        if alike:
+            _average(alike, network, dtype=dtype, share=share)
 
 
 def _differ(buffers: Sequence[Tensor], network: Network) -> list[Tensor]:
@@ -60,15 +60,15 @@ def _average(
 ) -> None:
     finite = [buffer.isfinite().all() for buffer in buffers]
     shares = torch.stack(finite).to(network.device, dtype) * share
-    own = [
+    flats = [
         buffer.reshape(-1).to(network.device, dtype) * share
         if known
         else shares.new_zeros(buffer.numel())
         for buffer, known in zip(buffers, finite, strict=True)
     ]
-    flat = torch.cat([*own, shares])  # the last ones count workers
+    flat = torch.cat([*flats, shares])  # the last ones count workers
     network.data.all_reduce(flat).wait()
-    *totals, workers = torch.split(flat, [*map(len, own), len(buffers)])
+    *totals, workers = torch.split(flat, [*map(len, flats), len(buffers)])
     for buffer, total, count in zip(buffers, totals, workers.tolist(), strict=True):
         if count:
             buffer.copy_((total / count).view_as(buffer))
@@ -89,20 +89,6 @@ class PendingMean:
     trained: Sequence[bool] | None = None  # parameters of the model, by any worker; None: unknown
     handle: Handle | None = None  # None: the mean is there
     lost: bool = False  # this worker's weights are not finite: it begins again from the anchor
-
-
-class _Samples:
-    """Samples of this worker, and how many of them each fragment's last exchange had."""
-
-    def __init__(self, fragments: int) -> None:
-        self.seen = 0.0
-        self.sent = [0.0] * fragments
-        self.usual = 0.0  # of a worker in the last exchange; 0: there was none
-
-    def take(self, fragment: int) -> float:
-        """Samples since the last exchange of ``fragment``, which count in this one."""
-        since, self.sent[fragment] = self.seen - self.sent[fragment], self.seen
-        return since
 
 
 class PseudoGradients:
@@ -128,15 +114,18 @@ class PseudoGradients:
         self._anchor, self._reducer, self._weigh_by = anchor, reducer, weigh_by
         self._shards = shards
         self.share = 1 / ranks_per_worker
-        """Of a worker that this rank is."""
+        """Share of a worker that this rank is."""
         self._usual_share = self._mean_of(self.share)
-        self.flat = self._zeros(max(each.numel for each in anchor.fragments))
-        for each in anchor.fragments:
-            reducer.reserve(each.slices, anchor.dtype)
-        self.samples = _Samples(len(anchor.fragments))
+        self.flat = self._zeros(max(fragment.numel for fragment in anchor.fragments))
+        for fragment in anchor.fragments:
+            reducer.reserve(fragment.slices, anchor.dtype)
+        self.samples = 0.0
+        """Samples of this worker so far."""
+        self._sent_samples = [0.0] * len(anchor.fragments)  # of which each last exchange had some
+        self._usual_samples = 0.0  # of a worker in the last exchange; 0: there was none
         self.under_way: PendingMean | None = None
         self.metrics: dict[str, float] = {}
-        """Of the last exchange."""
+        """Metrics of the last exchange."""
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self._anchor.dtype, device=self._reducer.network.device)
@@ -170,7 +159,7 @@ class PseudoGradients:
 
     @torch.no_grad()
     def _prepare(self, number: int, *, due: int, attempted: int) -> PendingMean:
-        """This rank's pseudo-gradient of a fragment, times its weight over the usual one."""
+        """Pseudo-gradient of this rank for a fragment, times its weight over the usual one."""
         fragment = self._anchor.fragments[number]
         trained = self._anchor.begin_exchange(fragment)
         if fragment.numel > len(self.flat):
@@ -183,8 +172,9 @@ class PseudoGradients:
             torch.sub(there, own_part(parameter).to(anchor.dtype), out=difference)
         weight, exchange.usual = self.share, self._usual_share
         if self._weigh_by == "samples":
-            weight = self.samples.take(number)
-            exchange.usual = self.samples.usual or self._mean_of(weight)
+            weight = self.samples - self._sent_samples[number]  # since its last exchange
+            self._sent_samples[number] = self.samples
+            exchange.usual = self._usual_samples or self._mean_of(weight)
         squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
         if self._shards is not None:  # they have one weight, and all take part or none
             squares, samples = self._shards.total(squares, weight)
@@ -225,11 +215,11 @@ class PseudoGradients:
     def _complete(self, exchange: PendingMean) -> None:
         """Divide by the weights of the workers that are finite, and note the metrics."""
         network, mean = self._reducer.network, exchange.mean
-        own = [exchange.share, exchange.weight, exchange.squares, *(exchange.trained or ())]
-        totals = torch.tensor(own, dtype=torch.float64).to(network.device)
+        figures = [exchange.share, exchange.weight, exchange.squares, *(exchange.trained or ())]
+        totals = torch.tensor(figures, dtype=torch.float64).to(network.device)
         network.control.all_reduce(totals).wait()
         shares, weight, squares, *trained = totals.tolist()
-        exchange.trained = [each > 0 for each in trained]
+        exchange.trained = [count > 0 for count in trained]
         workers = float(round(shares))  # a third of a worker is rounded
         expected = network.world_size * exchange.usual
         if weight not in (0.0, expected):
@@ -245,15 +235,15 @@ class PseudoGradients:
         }
         if self._weigh_by == "samples":
             self.metrics["outer/samples"] = weight
-            self.samples.usual = weight / network.world_size or exchange.usual
+            self._usual_samples = weight / network.world_size or exchange.usual
         if workers > 1 and squares:
             cosine = (workers**2 * of_mean - squares) / ((workers - 1) * squares)
             self.metrics["outer/cosine"] = cosine
 
-    def _mean_of(self, own: float) -> float:
+    def _mean_of(self, figure: float) -> float:
         """The mean of a figure of all ranks; 1 where it is 0. Collective."""
         network = self._reducer.network
-        total = torch.tensor([own], dtype=torch.float64, device=network.device)
+        total = torch.tensor([figure], dtype=torch.float64, device=network.device)
         network.control.all_reduce(total).wait()
         return float(total) / network.world_size or 1.0
 
@@ -274,10 +264,10 @@ class PseudoGradients:
         """Go on from :meth:`state_dict`; a worker that was not there has no samples."""
         network, rows = self._reducer.network, state["samples"]["workers"]
         count = len(self._anchor.fragments)
-        self.samples = _Samples(count)
-        self.samples.usual = float(state["samples"]["usual"])
+        self.samples, self._sent_samples = 0.0, [0.0] * count
+        self._usual_samples = float(state["samples"]["usual"])
         if network.rank < len(rows) and rows.shape[1] == 1 + count:
-            self.samples.seen, *self.samples.sent = rows[network.rank].tolist()
+            self.samples, *self._sent_samples = rows[network.rank].tolist()
         self.under_way, saved = None, state["exchange"]
         if saved is not None:
             fragment = self._anchor.fragment_of(saved["names"])
@@ -286,9 +276,9 @@ class PseudoGradients:
 
     def _gather_samples(self) -> dict[str, Any]:
         """Counts of all workers, on all ranks. Collective."""
-        network, counts = self._reducer.network, self.samples
-        rows = torch.zeros(network.world_size, 1 + len(counts.sent), dtype=torch.float64)
-        rows[network.rank] = torch.tensor([counts.seen, *counts.sent], dtype=torch.float64)
+        network, counts = self._reducer.network, [self.samples, *self._sent_samples]
+        rows = torch.zeros(network.world_size, len(counts), dtype=torch.float64)
+        rows[network.rank] = torch.tensor(counts, dtype=torch.float64)
         rows = rows.to(network.device)
         network.control.all_reduce(rows).wait()
-        return {"workers": rows.cpu(), "usual": counts.usual}
+        return {"workers": rows.cpu(), "usual": self._usual_samples}

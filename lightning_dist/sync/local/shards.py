@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
@@ -18,9 +17,9 @@ from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.facts import Read, Spread, all_facts
 from lightning_dist.ranks.levels import Nodes
-from lightning_dist.reducer.network import Network, StateRows
+from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
-from lightning_dist.reducer.state import ResidualParts
+from lightning_dist.reducer.state import ResidualParts, row_or_mean
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync.fsdp.checks import require_all_sharded, sharded_groups
 from lightning_dist.sync.fsdp.tensor_parts import ROWS
@@ -36,12 +35,14 @@ def workers_of(
         ValueError: a model that is not sharded as a whole over the ranks of a node, or settings
             that would group ranks in another way.
     """
-    if not any(isinstance(each, DTensor) for each in module.parameters()):
+    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return None
-    found = list(sharded_groups(module))
-    require_all_sharded(module, found)
-    trained = [each for each in module.parameters() if each.requires_grad]
-    if any(each.device_mesh.ndim > 1 for each in trained if isinstance(each, DTensor)):
+    sharded = list(sharded_groups(module))
+    require_all_sharded(module, sharded)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if any(
+        parameter.device_mesh.ndim > 1 for parameter in trained if isinstance(parameter, DTensor)
+    ):
         raise ValueError(
             "Local updates need a model that is sharded over one dimension, got one with tensor "
             "parallelism; leave parallelize_module out, or use lightning_dist.compress_fsdp"
@@ -61,8 +62,8 @@ def workers_of(
         )
     world = dist.group.WORLD
     assert world is not None
-    own = {tuple(dist.get_process_group_ranks(group.group)) for group in found}
-    facts = all_facts({"ranks": sorted(own), "node": host_name()}, group=world, device=device)
+    ranks = {tuple(dist.get_process_group_ranks(group.group)) for group in sharded}
+    facts = all_facts({"ranks": sorted(ranks), "node": host_name()}, group=world, device=device)
     if any(len(fact["ranks"]) > 1 for fact in facts):
         raise ValueError(
             f"All parameters must be sharded over the same ranks, got {facts[0]['ranks']}; call "
@@ -87,12 +88,12 @@ def _require_workers_of_nodes(workers: Nodes, nodes: Sequence[str]) -> None:
         )
     assert sorted(chain(*workers)) == list(range(len(nodes))), "a rank has one group of shards"
     places = [{nodes[rank] for rank in ranks} for ranks in workers]
-    for index, own in enumerate(places):
+    for index, hosts in enumerate(places):
         others = set[str]().union(*places[:index], *places[index + 1 :])
-        if len(own) > 1 and own & others:
+        if len(hosts) > 1 and hosts & others:
             raise ValueError(
                 "A model must be sharded inside a node, where FSDP communicates in every step, got "
-                f"the ranks {list(workers[index])} of the nodes {sorted(own)}, on which other "
+                f"the ranks {list(workers[index])} of the nodes {sorted(hosts)}, on which other "
                 "workers have ranks too; call fully_shard with mesh['shard'], whose ranks are "
                 "those of one node"
             )
@@ -119,136 +120,132 @@ class WorkerShards:
         """Sums over the ranks of the worker. Collective among them."""
         totals = torch.tensor(own, dtype=torch.float64, device=self._device)
         self._inside.all_reduce(totals).wait()
-        found: list[float] = totals.tolist()
-        return found
+        sums: list[float] = totals.tolist()
+        return sums
 
     def objects(self, own: Any) -> list[Any] | None:
         """Objects of all ranks of the worker, on its first rank; None elsewhere. Collective."""
-        found = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(own, found, group=self._inside.group, group_dst=0)
-        return found
+        of_ranks = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(own, of_ranks, group=self._inside.group, group_dst=0)
+        return of_ranks
 
 
-@dataclass(frozen=True)
-class OuterState:
-    """State of outer steps on shards, from and to that of whole parameters.
+def spread_shards(
+    state: Mapping[str, Any], anchor: Anchor, shards: WorkerShards, *, device: str = "cpu"
+) -> tuple[dict[str, Any], list[Spread]]:
+    """``state`` of outer steps with whole parameters on every rank, and shards left where they are.
+
+    The workers have the same ones, and an equal share of them each in the spreads.
+    """
+    _require_shapes(state, anchor)
+    spreads: list[Spread] = []
+    share, shares = shards.between.rank, shards.between.world_size
+
+    def runs(part: ParameterSlice, tensor: Tensor, *, before: int = 0) -> list[tuple[int, Tensor]]:
+        low, high = tensor.numel() * share // shares, tensor.numel() * (share + 1) // shares
+        return [(before + part.start + low, tensor.reshape(-1)[low:high])] if low < high else []
+
+    def placed(tensor: Tensor, part: ParameterSlice) -> Tensor:
+        rows = part.whole // max(1, prod(part.shape[1:]))
+        whole = torch.empty((rows, *part.shape[1:]), dtype=tensor.dtype, device=device)
+        spreads.append(Spread(whole, tuple(runs(part, tensor))))
+        return whole
+
+    changed = _changed(state, anchor, placed)
+    exchange = state["exchange"]
+    if exchange is not None:
+        parts, before, mean = list[tuple[int, Tensor]](), 0, exchange["mean"]
+        for part in anchor.fragment_of(exchange["names"]).slices:
+            parts += runs(part, part.of(mean), before=before)
+            before += part.whole
+        exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype, device=device)}
+        spreads.append(Spread(exchange["mean"], tuple(parts)))
+    return {**state, **changed, "exchange": exchange}, spreads
+
+
+def own_shards(
+    state: Mapping[str, Any], anchor: Anchor, *, network: Network, read: Read
+) -> dict[str, Any]:
+    """Part for this rank of a state of outer steps with whole parameters.
 
     Args:
-        shards: of this rank's worker.
-        anchor: of the model.
+        network: of the reducer, with the rows of residuals.
+        read: gives a part of a tensor that may be in a file.
     """
-
-    shards: WorkerShards
-    anchor: Anchor
-
-    def spread(
-        self, state: Mapping[str, Any], *, device: str = "cpu"
-    ) -> tuple[dict[str, Any], list[Spread]]:
-        """``state`` with whole parameters on every rank, and shards left where they are.
-
-        The workers have the same ones, and an equal share of them each in the spreads.
-        """
-        self._require_shapes(state)
-        spreads: list[Spread] = []
-        share, of = self.shards.between.rank, self.shards.between.world_size
-
-        def runs(part: ParameterSlice, own: Tensor, *, before: int = 0) -> list[tuple[int, Tensor]]:
-            low, high = own.numel() * share // of, own.numel() * (share + 1) // of
-            return [(before + part.start + low, own.reshape(-1)[low:high])] if low < high else []
-
-        def placed(own: Tensor, part: ParameterSlice) -> Tensor:
-            rows = part.whole // max(1, prod(part.shape[1:]))
-            whole = torch.empty((rows, *part.shape[1:]), dtype=own.dtype, device=device)
-            spreads.append(Spread(whole, tuple(runs(part, own))))
-            return whole
-
-        changed = self._changed(state, placed)
-        exchange = state["exchange"]
-        if exchange is not None:
-            own, before, mean = list[tuple[int, Tensor]](), 0, exchange["mean"]
-            for part in self.anchor.fragment_of(exchange["names"]).slices:
-                own += runs(part, part.of(mean), before=before)
-                before += part.whole
-            exchange = {**exchange, "mean": torch.empty(before, dtype=mean.dtype, device=device)}
-            spreads.append(Spread(exchange["mean"], tuple(own)))
-        return {**state, **changed, "exchange": exchange}, spreads
-
-    def own(self, state: Mapping[str, Any], *, rows: StateRows, read: Read) -> dict[str, Any]:
-        """This rank's part of a state with whole parameters.
-
-        Args:
-            rows: of the residuals, of which this rank has a part of one.
-            read: gives a part of a tensor that may be in a file.
-        """
-        taken = partial(_part_of, read=read)
-        changed = self._changed(state, taken)
-        exchange = state["exchange"]
-        if exchange is not None:
-            parts = self.anchor.fragment_of(exchange["names"]).slices
-            wholes = exchange["mean"].split([part.whole for part in parts])
-            own = [taken(each, part).reshape(-1) for each, part in zip(wholes, parts, strict=True)]
-            exchange = {**exchange, "mean": torch.cat(own)}
-        by_name = self._parts
-        residuals = {
-            key: {name: _held(each, by_name.get(name), rows, read) for name, each in value.items()}
-            if key in ROWS
-            else value
-            for key, value in state["residuals"].items()
+    taken = partial(_part_of, read=read)
+    changed = _changed(state, anchor, taken)
+    exchange = state["exchange"]
+    if exchange is not None:
+        parts = anchor.fragment_of(exchange["names"]).slices
+        wholes = exchange["mean"].split([part.whole for part in parts])
+        means = [taken(whole, part).reshape(-1) for whole, part in zip(wholes, parts, strict=True)]
+        exchange = {**exchange, "mean": torch.cat(means)}
+    by_name = _parts(anchor)
+    residuals = {
+        key: {
+            name: _held(tensor, by_name.get(name), network, read) for name, tensor in value.items()
         }
-        return {**state, **changed, "exchange": exchange, "residuals": residuals}
+        if key in ROWS
+        else value
+        for key, value in state["residuals"].items()
+    }
+    return {**state, **changed, "exchange": exchange, "residuals": residuals}
 
-    @property
-    def _parts(self) -> dict[str, ParameterSlice]:
-        """This rank's parts by name."""
-        return {part.name: part for each in self.anchor.fragments for part in each.slices}
 
-    @property
-    def _anchors(self) -> list[Tensor]:
-        """In the order of the numbers in the optimizer's state."""
-        return [each for group in self.anchor.optimizer.param_groups for each in group["params"]]
+def _parts(anchor: Anchor) -> dict[str, ParameterSlice]:
+    """Parts of parameters that this rank has, by name."""
+    return {part.name: part for fragment in anchor.fragments for part in fragment.slices}
 
-    def _changed(
-        self, state: Mapping[str, Any], change: Callable[[Tensor, ParameterSlice], Tensor]
-    ) -> dict[str, Any]:
-        """Anchor and optimizer's state, with ``change(held, part)`` for what is held of a part."""
-        by_name, saved = self._parts, state["outer_optimizer"]
-        anchors = {name: change(held, by_name[name]) for name, held in state["anchor"].items()}
-        parts: dict[Tensor, ParameterSlice] = {}
-        for fragment in self.anchor.fragments:
-            parts.update(zip(fragment.anchors, fragment.slices, strict=True))
-        of_anchors = {
-            index: {
-                key: change(held, parts[each]) if isinstance(held, Tensor) and held.dim() else held
-                for key, held in saved["state"][index].items()
-            }
-            for index, each in enumerate(self._anchors)
-            if index in saved["state"]
+
+def _anchors(anchor: Anchor) -> list[Tensor]:
+    """Anchors in the order of the numbers in the optimizer's state."""
+    return [tensor for group in anchor.optimizer.param_groups for tensor in group["params"]]
+
+
+def _changed(
+    state: Mapping[str, Any],
+    anchor: Anchor,
+    change: Callable[[Tensor, ParameterSlice], Tensor],
+) -> dict[str, Any]:
+    """Anchor and optimizer's state, with ``change(held, part)`` for what is held of a part."""
+    by_name, saved = _parts(anchor), state["outer_optimizer"]
+    anchors = {name: change(held, by_name[name]) for name, held in state["anchor"].items()}
+    parts: dict[Tensor, ParameterSlice] = {}
+    for fragment in anchor.fragments:
+        parts.update(zip(fragment.anchors, fragment.slices, strict=True))
+    of_anchors = {
+        index: {
+            key: change(held, parts[tensor]) if isinstance(held, Tensor) and held.dim() else held
+            for key, held in saved["state"][index].items()
         }
-        return {"anchor": anchors, "outer_optimizer": {**saved, "state": of_anchors}}
+        for index, tensor in enumerate(_anchors(anchor))
+        if index in saved["state"]
+    }
+    return {"anchor": anchors, "outer_optimizer": {**saved, "state": of_anchors}}
 
-    def _require_shapes(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the optimizer keeps what can be put together of shards."""
-        for index, anchor in enumerate(self._anchors):
-            for key, held in state["outer_optimizer"]["state"].get(index, {}).items():
-                if isinstance(held, Tensor) and held.dim() and held.shape != anchor.shape:
-                    raise ValueError(
-                        "State of the outer optimizer must have the shape of its parameter to be "
-                        f"put together from shards, got {key!r} of "
-                        f"{type(self.anchor.optimizer).__name__}; use SGD or AdamW"
-                    )
+
+def _require_shapes(state: Mapping[str, Any], anchor: Anchor) -> None:
+    """Raise ValueError unless the optimizer keeps what can be put together of shards."""
+    for index, tensor in enumerate(_anchors(anchor)):
+        for key, held in state["outer_optimizer"]["state"].get(index, {}).items():
+            if isinstance(held, Tensor) and held.dim() and held.shape != tensor.shape:
+                raise ValueError(
+                    "State of the outer optimizer must have the shape of its parameter to be "
+                    f"put together from shards, got {key!r} of "
+                    f"{type(anchor.optimizer).__name__}; use SGD or AdamW"
+                )
 
 
 def _held(
-    saved: Tensor, part: ParameterSlice | None, rows: StateRows, read: Read
+    saved: Tensor, part: ParameterSlice | None, network: Network, read: Read
 ) -> Tensor | ResidualParts:
-    """This rank's part of a residual's row that is in a file, or of the mean of all rows."""
+    """Part for this rank of a residual's row that is in a file, or of the mean of all rows."""
     count, whole = saved.shape
     if not saved.is_meta or part is None or part.whole != whole:  # the last is refused later
         return saved
-    taken = [rows.own] if count == rows.count else range(count)
-    found = [read(saved, row * whole + part.start, part.numel) for row in taken]
-    loaded = sum(found[1:], found[0]) / len(found)
-    return ResidualParts(whole, saved.dtype, loaded=loaded, start=part.start)
+    start, numel = part.start, part.numel
+    loaded = row_or_mean(count, network, lambda row: read(saved, row * whole + start, numel))
+    return ResidualParts(whole, saved.dtype, loaded=loaded, start=start)
 
 
 def _part_of(whole: Tensor, part: ParameterSlice, *, read: Read) -> Tensor:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_dist.base.private import map_tensors
 from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
@@ -31,7 +30,9 @@ class WorkerStates:
     """State of all workers, for what saves one object for all ranks.
 
     A checkpoint of rank 0 alone would have the weights and moments of one worker. 12 bytes per
-    parameter and worker with Adam.
+    parameter and worker with Adam. Of a model that ``fully_shard`` shards, parameters and states
+    of optimizers are whole in it, so that any number of shards loads them; the ``"buffers"`` of a
+    worker are a list then, of those of each of its ranks.
 
     Args:
         updates: their outer steps.
@@ -49,21 +50,46 @@ class WorkerStates:
         self._updates, self._optimizers, self._scaler = updates, optimizers, scaler
 
     @property
+    def _place(self) -> tuple[int, int, int]:
+        """Number of this rank's worker, of this rank among the worker's, and of these."""
+        shards, network = self._updates.shards, self._updates.reducer.network
+        if shards is None:
+            return network.rank, 0, 1
+        return shards.between.rank, shards.rank, shards.size
+
+    @property
     def is_of_first(self) -> bool:
         """True if this rank belongs to the first worker."""
-        return self._updates.reducer.network.rank == 0
+        return self._place[0] == 0
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
 
         Every worker sends its own to rank 0.
         """
-        network = self._updates.reducer.network
-        shared = self._updates.state_dict()
-        own = map_tensors(lambda each: each.detach().cpu(), self._own())
-        workers = [None] * network.world_size if network.rank == 0 else None
-        dist.gather_object(own, workers, group=network.data.group, group_dst=0)
+        updates, shards = self._updates, self._updates.shards
+        shared, own = updates.state_dict(), self._own()
+        buffers = map_tensors(lambda tensor: tensor.detach().cpu(), updates.buffers())
+        own = map_tensors(self._whole, own)
+        between = updates.reducer.network
+        if shards is not None:
+            buffers, between = shards.objects(buffers), shards.between
+            if buffers is None:
+                return None
+        workers = [None] * between.world_size if between.rank == 0 else None
+        own = {**own, "buffers": buffers}
+        dist.gather_object(own, workers, group=between.data.group, group_dst=0)
         return None if shared is None else {"shared": shared, "workers": workers}
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor on the worker's first rank, nothing elsewhere. Collective in the worker.
+
+        One that is not sharded is that of the first rank.
+        """
+        whole = tensor.detach()
+        if isinstance(tensor, DTensor):
+            whole = tensor.full_tensor()
+        return whole.cpu() if self._place[1] == 0 else torch.empty(0)
 
     def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with the tensors of each worker left where they are.
@@ -71,42 +97,61 @@ class WorkerStates:
         They are empty memory in the state; the spreads say which of them this rank has. Only their
         shapes and what is no tensor are communicated.
         """
-        network = self._updates.reducer.network
+        network, (worker, place, _) = self._updates.reducer.network, self._place
         shared, spreads = self._updates.spread_state_dict()
-        own = self._own()
+        own, buffers = self._own(), self._updates.buffers()
+        of_this = ((worker, place), described({"own": own, "buffers": buffers}))
         of_ranks: list[Any] = [None] * network.world_size
-        dist.all_gather_object(of_ranks, described(own), group=network.data.group)
-        workers = [
-            placed(each, own if rank == network.rank else None, spreads)
-            for rank, each in enumerate(of_ranks)
-        ]
+        dist.all_gather_object(of_ranks, of_this, group=network.data.group)
+        workers: list[Any] = []
+        for (of_worker, number), about in sorted(of_ranks, key=lambda of_rank: of_rank[0]):
+            if number == 0:
+                held = own if of_worker == worker else None
+                whole = placed(about["own"], held, spreads, alone=place == 0)
+                workers.append({**whole, "buffers": []})
+            is_own = (of_worker, number) == (worker, place)
+            of_rank = placed(about["buffers"], buffers if is_own else None, spreads)
+            workers[-1]["buffers"].append(of_rank)
+        if self._updates.shards is None:
+            workers = [{**of_worker, "buffers": of_worker["buffers"][0]} for of_worker in workers]
         return {"shared": shared, "workers": workers}, spreads
 
     def _own(self) -> dict[str, Any]:
+        """State of this rank's worker, or its shards, but for the buffers."""
+        for optimizer in self._optimizers:
+            require_alike(optimizer, remedy="use an optimizer such as AdamW")
         own = {
             "parameters": self._updates.worker_weights(),
-            "buffers": self._updates.buffers(),
-            "optimizer_states": [each.state_dict() for each in self._optimizers],
+            "optimizer_states": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         return own if self._scaler is None else {**own, "scaler": self._scaler.state_dict()}
 
     def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> dict[str, Any]:
-        """This worker's part of :meth:`state_dict`.
+        """Part of :meth:`state_dict` for this rank.
 
         Args:
             read: gives a part of a tensor of ``state``, which may be in a file.
         """
-        rank, workers = self._updates.reducer.network.rank, state["workers"]
-        own = workers[rank % len(workers)]
-        buffers = own["buffers"]  # of a sharded worker those of each of its ranks
-        found = {
-            "shared": self._updates.own_state(state["shared"], read=read),
-            "buffers": buffers if isinstance(buffers, Mapping) else buffers[0],
-            "optimizer_states": own["optimizer_states"],
-            "scaler": own.get("scaler"),
-            "parameters": own["parameters"] if rank < len(workers) else None,
+        worker, place, size = self._place
+        workers = state["workers"]
+        of_worker = workers[worker % len(workers)]
+        buffers = of_worker["buffers"]
+        of_ranks = [buffers] if isinstance(buffers, Mapping) else buffers
+        pairs = zip(self._optimizers, of_worker["optimizer_states"], strict=True)
+        part: dict[str, Any] = {
+            "shared": self._updates.own_state(_for_ranks(state, size, read), read=read),
+            "buffers": of_ranks[place % len(of_ranks)],
+            "optimizer_states": [
+                _of_optimizer(saved, optimizer, read) for optimizer, saved in pairs
+            ],
+            "scaler": of_worker.get("scaler") or None,  # {} is of a disabled one
+            "parameters": None,
         }
-        rest: dict[str, Any] = map_tensors(partial(read_whole, read=read), found)
+        if worker < len(workers):
+            saved = of_worker["parameters"]
+            trained = self._updates.trained
+            part["parameters"] = {name: _part(saved[name], trained[name], read) for name in saved}
+        rest: dict[str, Any] = map_tensors(partial(read_whole, read=read), part)
         return rest
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
@@ -135,9 +180,6 @@ def laid_out(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
     Fused kernels pair their elements by place; a saved one may lie by rows, whatever it was.
     """
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    by_number = dict(zip(numbers, parameters, strict=False))  # torch compares the groups
 
     def as_in(held: Any, parameter: Tensor | None) -> Any:
         if not isinstance(held, Tensor) or parameter is None or isinstance(parameter, DTensor):
@@ -146,16 +188,28 @@ def laid_out(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
             return held
         return torch.empty_like(parameter, dtype=held.dtype, device=held.device).copy_(held)
 
+    return _changed(saved, optimizer, as_in)
+
+
+def _changed(
+    saved: Mapping[str, Any], optimizer: Optimizer, change: Callable[[Any, Tensor | None], Any]
+) -> dict[str, Any]:
+    """State of an optimizer with ``change(value, parameter)`` in the place of each value."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))  # torch compares the groups
     state = {
-        number: {key: as_in(held, by_number.get(number)) for key, held in of_one.items()}
-        for number, of_one in saved["state"].items()
+        number: {key: change(value, by_number.get(number)) for key, value in values.items()}
+        for number, values in saved["state"].items()
     }
     return {**saved, "state": state}
 
 
 def described(tree: Any) -> Any:
     """``tree`` with tensors that have only their shape and dtype."""
-    return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"), tree)
+    return map_tensors(
+        lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tree
+    )
 
 
 def placed(tree: Any, own: Any, spreads: list[Spread], *, alone: bool = True) -> Any:
@@ -190,112 +244,8 @@ def start_of(sharded: DTensor) -> int:
     return first_row(sharded) * (sharded.numel() // max(1, sharded.shape[0]))
 
 
-class ShardedWorkerStates(WorkerStates):
-    """State of all workers, as of :class:`WorkerStates`, of a model that ``fully_shard`` shards.
-
-    Parameters and states of optimizers are whole in it, so that any number of shards loads them.
-    The ``"buffers"`` of a worker are a list, of those of each of its ranks.
-    """
-
-    @property
-    def _place(self) -> tuple[int, int, int]:
-        """Number of this rank's worker, of this rank among the worker's, and of these."""
-        shards, network = self._updates.shards, self._updates.reducer.network
-        if shards is None:
-            return network.rank, 0, 1
-        return shards.between.rank, shards.rank, shards.size
-
-    @property
-    @override
-    def is_of_first(self) -> bool:
-        """True if this rank belongs to the first worker."""
-        return self._place[0] == 0
-
-    @override
-    def _own(self) -> dict[str, Any]:
-        for optimizer in self._optimizers:
-            require_alike(optimizer, remedy="use an optimizer such as AdamW")
-        return super()._own()
-
-    @override
-    def state_dict(self) -> dict[str, Any] | None:
-        updates = self._updates
-        shared, own = updates.state_dict(), self._own()
-        buffers = map_tensors(lambda each: each.detach().cpu(), own.pop("buffers"))
-        own = map_tensors(self._whole, own)
-        shards, between = updates.shards, updates.reducer.network
-        of_ranks: list[Any] | None = [buffers]
-        if shards is not None:
-            of_ranks, between = shards.objects(buffers), shards.between
-        if of_ranks is None:
-            return None
-        workers = [None] * between.world_size if between.rank == 0 else None
-        own = {**own, "buffers": of_ranks}
-        dist.gather_object(own, workers, group=between.data.group, group_dst=0)
-        return None if shared is None else {"shared": shared, "workers": workers}
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor on the worker's first rank, nothing elsewhere. Collective in the worker.
-
-        One that is not sharded is that of the first rank.
-        """
-        whole = tensor.detach()
-        if isinstance(tensor, DTensor):
-            whole = tensor.full_tensor()
-        return whole.cpu() if self._place[1] == 0 else torch.empty(0)
-
-    @override
-    def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:
-        network, (worker, place, _) = self._updates.reducer.network, self._place
-        shared, spreads = self._updates.spread_state_dict()
-        own = self._own()
-        buffers = own.pop("buffers")
-        of_this = ((worker, place), described({"own": own, "buffers": buffers}))
-        ranks: list[Any] = [None] * network.world_size
-        dist.all_gather_object(ranks, of_this, group=network.data.group)
-        workers: list[Any] = []
-        for (of_worker, number), found in sorted(ranks, key=lambda each: each[0]):
-            if number == 0:
-                held = own if of_worker == worker else None
-                whole = placed(found["own"], held, spreads, alone=place == 0)
-                workers.append({**whole, "buffers": []})
-            is_own = (of_worker, number) == (worker, place)
-            of_rank = placed(found["buffers"], buffers if is_own else None, spreads)
-            workers[-1]["buffers"].append(of_rank)
-        return {"shared": shared, "workers": workers}, spreads
-
-    @override
-    def own_state(self, state: Mapping[str, Any], *, read: Read = run_of) -> dict[str, Any]:
-        """This rank's part of :meth:`state_dict`.
-
-        Args:
-            read: gives a part of a tensor of ``state``, which may be in a file.
-        """
-        worker, place, size = self._place
-        workers = state["workers"]
-        own = workers[worker % len(workers)]
-        buffers = own["buffers"]
-        of_ranks = [buffers] if isinstance(buffers, Mapping) else buffers
-        found: dict[str, Any] = {
-            "shared": self._updates.own_state(_for_ranks(state, size, read), read=read),
-            "buffers": of_ranks[place % len(of_ranks)],
-            "optimizer_states": [
-                _of_optimizer(saved, optimizer, read)
-                for optimizer, saved in zip(self._optimizers, own["optimizer_states"], strict=True)
-            ],
-            "scaler": own.get("scaler") or None,  # {} is of a disabled one
-            "parameters": None,
-        }
-        if worker < len(workers):
-            saved = own["parameters"]
-            trained = self._updates.trained
-            found["parameters"] = {n: _part(saved[n], trained[n], read) for n in saved}
-        rest: dict[str, Any] = map_tensors(partial(read_whole, read=read), found)
-        return rest
-
-
 def _part(whole: Tensor, like: Tensor, read: Read) -> Tensor:
-    """This rank's part of ``whole``, which is sharded as ``like``; raises ValueError if not."""
+    """Part of ``whole`` for this rank, which is sharded as ``like``; raises ValueError if not."""
     if whole.shape != like.shape:
         raise ValueError(
             f"A parameter has the shape {tuple(like.shape)} and {tuple(whole.shape)} in the state; "
@@ -308,23 +258,16 @@ def _part(whole: Tensor, like: Tensor, read: Read) -> Tensor:
 
 def _of_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, read: Read) -> dict[str, Any]:
     """State for ``optimizer`` with shards in the place of whole tensors."""
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    by_number = dict(zip(numbers, parameters, strict=False))  # torch compares the groups
 
-    def own(value: Any, parameter: nn.Parameter | None) -> Any:
+    def shard_of(value: Any, parameter: Tensor | None) -> Any:
         is_shard = isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.dim()
         if not is_shard or value.shape != parameter.shape:  # type: ignore[union-attr]
             return value
-        found = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)  # type: ignore[arg-type]
-        local_of(found).copy_(_part(value, parameter, read))  # type: ignore[arg-type]
-        return found
+        shard = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)  # type: ignore[arg-type]
+        local_of(shard).copy_(_part(value, parameter, read))  # type: ignore[arg-type]
+        return shard
 
-    state = {
-        number: {name: own(value, by_number.get(number)) for name, value in values.items()}
-        for number, values in saved["state"].items()
-    }
-    return {**saved, "state": state}
+    return _changed(saved, optimizer, shard_of)
 
 
 def _for_ranks(state: Mapping[str, Any], size: int, read: Read) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from lightning_dist.sync.fsdp.checks import reshard
 from lightning_dist.sync.local.anchor import warn_of_bursts
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.shards import WorkerShards, workers_of
-from lightning_dist.sync.local.state import ShardedWorkerStates, WorkerStates
+from lightning_dist.sync.local.state import WorkerStates
 from lightning_dist.sync.networks import network_over, node_group
 from lightning_dist.sync.rules import Case, check
 
@@ -99,7 +99,7 @@ class LocalSync(Sync):
     def __init__(self, updates: LocalUpdates) -> None:
         self.updates, self.settings, self.reducer = updates, updates.settings, updates.reducer
         self.counts_samples = self.settings.weigh_by == "samples"
-        self._is_sharded = any(isinstance(each, FSDPModule) for each in updates.module.modules())
+        self._is_sharded = any(isinstance(child, FSDPModule) for child in updates.module.modules())
         self._hooked: WeakSet[Optimizer] = WeakSet()
         self._states: WorkerStates | None = None
         self._samples: float | None = None
@@ -180,13 +180,13 @@ class LocalSync(Sync):
         """Take the optimizers whose states are saved; those of the model take the local steps."""
         case = Case(self.settings, self.model, optimizers, environment, parameters=self.names)
         check(case, at="optimizers")
-        self._optimizers = [*map(ref, optimizers)]
-        for each in optimizers:
-            if each not in self._hooked and self.trains(each):
-                self._hooked.add(each)
-                self.updates.connect(each)
-        states = ShardedWorkerStates if self._is_sharded else WorkerStates
-        self._states = states(self.updates, list(optimizers), scaler=environment.grad_scaler)
+        super().connect(optimizers, environment)
+        for optimizer in optimizers:
+            if optimizer not in self._hooked and self.trains(optimizer):
+                self._hooked.add(optimizer)
+                self.updates.connect(optimizer)
+        scaler = environment.grad_scaler
+        self._states = WorkerStates(self.updates, list(optimizers), scaler=scaler)
 
     @property
     @override
@@ -244,7 +244,7 @@ class LocalSync(Sync):
             return self.updates.anchor_state_dict()
         with self.updates.anchor_weights():
             # On a CPU they are the parameters themselves.
-            copied: dict[str, Any] = map_tensors(lambda each: each.detach().clone(), gather())
+            copied: dict[str, Any] = map_tensors(lambda tensor: tensor.detach().clone(), gather())
         return copied
 
     @property
@@ -283,22 +283,22 @@ class LocalSync(Sync):
 def _effective_settings(updates: LocalUpdates, *, ranks_per_worker: int) -> str:
     """``local updates: diloco, an outer step every 16 steps, codec int8, ...``"""
     settings, config = updates.settings, updates.reducer.comm_config()
-    every = f"every {settings.sync_every} steps"
+    when = f"every {settings.sync_every} steps"
     if settings.fragments > 1:
-        every += f" in {settings.fragments} fragments"
+        when += f" in {settings.fragments} fragments"
     if settings.overlap_steps:
-        every += f" with overlap_steps={settings.overlap_steps}"
+        when += f" with overlap_steps={settings.overlap_steps}"
     if updates.outer_scheduler is not None:
-        every += f", outer schedule {type(updates.outer_scheduler).__name__}"
+        when += f", outer schedule {type(updates.outer_scheduler).__name__}"
     if settings.ddp_steps:
-        every += f", after {settings.ddp_steps} steps of plain DDP"
+        when += f", after {settings.ddp_steps} steps of plain DDP"
     size: int = config["world_size"]
     ranks = f"{ranks_per_worker} rank{'s' * (ranks_per_worker > 1)}"
     is_even = size % ranks_per_worker == 0  # nodes may have different numbers of ranks
     workers = f"{size // ranks_per_worker} workers x {ranks}" if is_even else "nodes as workers"
     how = f"{config['exchange']} exchange" if updates.shards is None else "each exchanges its shard"
     return (
-        f"local updates: {settings.method}, an outer step {every}; codec "
+        f"local updates: {settings.method}, an outer step {when}; codec "
         f"{settings.inter}, {workers}, {how}, {config['topology']}, world size "
         f"{size}"
     )

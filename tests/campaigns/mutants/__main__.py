@@ -29,7 +29,7 @@ from tests.runner.processes import environment_of, kill_tree
 
 ROOT = Path(__file__).resolve().parents[3]
 TIERS = {"ci": "not exhaustive", "exhaustive": "exhaustive"}
-NOT_NOTED = {f"kernels/triton/{name}.py" for name in ("device", "skeletons", "codecs")}
+NOT_NOTED = {f"kernels/triton/{name}.py" for name in ("device", "codecs")}
 """Files whose functions Triton reads as text: whoever runs a pass runs them."""
 
 

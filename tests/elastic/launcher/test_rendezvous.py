@@ -43,7 +43,6 @@ def test_what_torchrun_set() -> None:
         local_world_size=2,
         node_rank=2,
         nodes=3,
-        restart_count=1,
         max_restarts=4,
         run_id="job",
         master_addr="node7",

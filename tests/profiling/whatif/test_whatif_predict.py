@@ -8,6 +8,7 @@ import pytest
 from planted import Planted, bare, replace, replaced
 from whatif_runs import CHUNK, COSTS, DDP, INT8, about, asked, duration, only, with_bursts
 
+from lightning_dist.base.exchanges import UNIT_ELEMENTS
 from lightning_dist.profiling.capture.events import BurstRecord, LinkRecord
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import LEAST_TOLERANCE, local_scenarios, predict
@@ -21,7 +22,6 @@ from lightning_dist.profiling.whatif.scenarios import (
     remark,
     scenarios_of,
 )
-from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 FP16 = {"codec": "fp16"}
 

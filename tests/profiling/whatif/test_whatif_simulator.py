@@ -27,6 +27,7 @@ from whatif_runs import (
     COSTS as COSTS_OF_PASSES,
 )
 
+from lightning_dist.base.exchanges import UNIT_ELEMENTS
 from lightning_dist.cli import app
 from lightning_dist.measurement import calibration
 from lightning_dist.measurement.costs import CodecCost
@@ -45,7 +46,6 @@ from lightning_dist.profiling.whatif.scenarios import (
 )
 from lightning_dist.profiling.whatif.simulator import SimulatedStep, collectives, simulate_step
 from lightning_dist.ranks import Topology, traffic
-from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 SLOW = LinkSpeed(rate=1e6)
 PAIR = Scenario("ddp", "flat", (1, 1), SLOW)

@@ -4,6 +4,7 @@ from typing import Any
 
 from planted import MS, Planted, replace, replaced
 
+from lightning_dist.base.exchanges import UNIT_ELEMENTS
 from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.events import (
     OF_NO_BUCKET,
@@ -15,7 +16,6 @@ from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import predict
 from lightning_dist.profiling.whatif.scenarios import Prediction, Predictions, elsewhere
-from lightning_dist.reducer.units.sizes import UNIT_ELEMENTS
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)
 INT8 = replace(DDP, codec="int8", encode=1, decode=2, sent=1_000_000, transfer=10)

@@ -46,8 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dist import OneBitAdam
 from lightning_dist.sync.base import Environment
-from lightning_dist.sync.fsdp.attach import compress_fsdp
-from lightning_dist.sync.fsdp.replicas import ShardedGradients
+from lightning_dist.sync.fsdp.replicas import ShardedGradients, compress_fsdp
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
 IS_NEW = pytest.mark.skipif(

@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_dist.codecs import CODECS, by_name, resolve_codec, warmup
-from lightning_dist.sync.fsdp.attach import compress_fsdp
-from lightning_dist.sync.fsdp.replicas import ShardedGradients
+from lightning_dist.sync.fsdp.replicas import ShardedGradients, compress_fsdp
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(4)]
 SOME = {"none", "bf16", "int8", "topk", "threshold", "powersgd"}

@@ -35,8 +35,8 @@ from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import predict
 from lightning_dist.profiling.whatif.scenarios import scenarios_of
 from lightning_dist.sync.fsdp import shards
-from lightning_dist.sync.fsdp.attach import compress_fsdp
 from lightning_dist.sync.fsdp.private import collectives_of, parameter_groups_of
+from lightning_dist.sync.fsdp.replicas import compress_fsdp
 from lightning_dist.sync.fsdp.shards import QuantisedCollective
 
 pytestmark = pytest.mark.on_ranks(2)

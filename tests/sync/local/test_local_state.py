@@ -1,7 +1,8 @@
 """State of local updates: resumed anywhere, with other workers, and where it is kept."""
 
 import copy
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lightning_dist.base.private import map_tensors
-from lightning_dist.sync.local.state import laid_out
+from lightning_dist.sync.local.state import WorkerStates, laid_out
 
 
 @on_threads(2)
@@ -82,6 +83,25 @@ def test_states_of_optimizers_lie_as_their_parameters() -> None:
     assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride()
     step(1)
     require_same([*model.state_dict().values()], [*straight.values()])
+
+
+def test_a_worker_with_a_whole_model_has_the_samples_of_all_ranks_that_had_its_shards() -> None:
+    """Two workers of two ranks were saved; the rank is the second worker now, alone."""
+    network = SimpleNamespace(rank=1)
+    updates = SimpleNamespace(
+        shards=None,
+        reducer=SimpleNamespace(network=network),
+        trained={},
+        own_state=lambda state, read: state,
+    )
+    rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [3.0, 2.0], [4.0, 2.0]], dtype=torch.float64)
+    worker = {"parameters": {}, "buffers": [{}, {}], "optimizer_states": []}
+    shared = {"samples": {"workers": rows, "usual": 2.0}}
+    own = WorkerStates(cast(Any, updates), []).own_state(
+        {"shared": shared, "workers": [worker, worker]}
+    )
+    assert own["shared"]["samples"]["workers"].tolist() == [[2.0, 0.0], [7.0, 4.0]]
+    assert own["shared"]["samples"]["usual"] == 4.0
 
 
 @on_threads(2)

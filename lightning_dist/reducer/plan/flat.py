@@ -1,4 +1,4 @@
-"""A block codec among the ranks of a flat network: its blocks, its exchange and its state.
+"""Codecs among the ranks of a flat network: block codecs, and what their units share.
 
 A two-shot exchange gives every rank equally many blocks, so a parameter that has few of them is
 mostly padding: 16 blocks of 256 elements on 256 ranks would be sent as 256 blocks. Such a
@@ -9,7 +9,7 @@ bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import TYPE_CHECKING
@@ -28,11 +28,15 @@ from lightning_dist.exchange.rounds import (
     Section,
     row_bytes,
 )
-from lightning_dist.kernels.passes import Kernels, compute_dtype
+from lightning_dist.kernels.inductor import Variant, fused_passes, known_passes
+from lightning_dist.kernels.passes import Factors, Kernels, Pass, compute_dtype
+from lightning_dist.kernels.triton import available_on, kernels_of
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
+from lightning_dist.reducer.units.base import JoinedUnit, join
 from lightning_dist.reducer.units.tiles import Grid
+from lightning_dist.settings.exchange import ExchangeSettings
 
 if TYPE_CHECKING:
     from lightning_dist.kernels.triton.passes import TableKernels  # import Triton
@@ -73,7 +77,7 @@ class BlockPlan:
         return rows_of(self.codec, self.network.world_size)
 
     def state_of(self, part: ParameterSlice) -> list[Tensor]:
-        """This rank's state for ``part``, flat, as the memory says."""
+        """State of this rank for ``part``, flat, as the memory says."""
         return [
             self.state.per_rank(
                 kind, part, dtype=compute_dtype(self.dtype), device=self.network.device
@@ -111,8 +115,93 @@ class BlockPlan:
         return exchange, exchange.section(planes, blocks)
 
 
+class FlatPlanner:
+    """Owns one plan, with its kernels, per block codec and dtype.
+
+    Args:
+        settings: say what is kept of errors, and whether Triton's kernels over tables of slices
+            are used where the device has them.
+        immediate: block codecs write their state when they encode, and tensors take turns with the
+            memory of payloads.
+        divide_last: uncompressed gradients are added and then divided, as torch's HSDP does; else
+            divided and then added, as DDP does.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        state: ReducerState,
+        settings: ExchangeSettings,
+        *,
+        immediate: bool,
+        divide_last: bool,
+    ) -> None:
+        self.network, self.state, self._divide_last = network, state, divide_last
+        self.memory_of = settings.memory_of
+        self._blocks: dict[tuple[BlockCodec, torch.dtype], BlockPlan] = {}
+        self.sparse_passes: Mapping[str, Pass] = {}  # compiled
+        self.compiles = True
+        """Whether kernels are compiled that this process has not compiled before."""
+        self._to_join: list[JoinedUnit] = []  # of the tensor that is planned
+        self._tables = settings.compile_kernels is not False and available_on(network.device)
+        self._immediate = immediate
+        self.payloads = PayloadMemory(network.device)
+        """Memory that tensors take turns with, where state is committed when it is encoded."""
+
+    def joined(self, unit: JoinedUnit) -> JoinedUnit:
+        """``unit``, which travels with the others of its tensor that are joined."""
+        self._to_join.append(unit)
+        return unit
+
+    def join(self) -> None:
+        """All units of the tensor are planned."""
+        units, self._to_join = self._to_join, []
+        join(units)
+
+    @property
+    def is_fused(self) -> bool:
+        """True if any kernels are compiled."""
+        return bool(self.sparse_passes) or any(
+            plan.kernels.is_fused for plan in self._blocks.values()
+        )
+
+    def fuse_kernels(self, plan: BlockPlan) -> None:
+        """Compile the kernels of ``plan``, if their codec can be compiled."""
+        if plan.codec.fusable and not plan.codec.lossless:
+            passes, device = plan.kernels.passes, plan.network.device
+            received = plan.kind.received(plan.network.world_size)
+            variant = Variant(passes, plan.dtype, plan.rows, received, device, plan.immediate)
+            plan.kernels.use(fused_passes(variant) if self.compiles else known_passes(variant))
+
+    def _factors(self, codec: BlockCodec) -> Factors:
+        """Factors by which a flat exchange makes a mean of the sum over ranks."""
+        world = self.network.world_size
+        kind = EXCHANGES[codec.exchange].among(world)
+        if kind.reduced_by == "owners":
+            return Factors()
+        if kind.reduced_by == "everyone":
+            return Factors(mean=1.0 / world)
+        if self._divide_last and codec.lossless:  # the bits of torch's HSDP
+            return Factors(divisor=float(world))
+        return Factors(encode=1.0 / world, own=float(world))
+
+    def blocks(self, codec: BlockCodec, dtype: torch.dtype) -> BlockPlan:
+        """A block codec for gradients of ``dtype`` in a flat exchange."""
+        if (codec, dtype) not in self._blocks:
+            memory, factors = self.memory_of(codec), self._factors(codec)
+            world, state = self.network.world_size, self.state
+            kernels = Kernels(codec, memory=memory, factors=factors, world_size=world)
+            by_owners = EXCHANGES[codec.exchange].reduced_by == "owners"
+            in_tables = self._tables and by_owners and memory.in_tables
+            tables = kernels_of(codec, dtype=dtype) if in_tables else None
+            payloads = self.payloads if self._immediate else None
+            plan = BlockPlan(codec, dtype, kernels, self.network, state, payloads, tables)
+            self._blocks[codec, dtype] = plan
+        return self._blocks[codec, dtype]
+
+
 def key_name(part: ParameterSlice) -> str:
-    """Of a slice, for the keys of its blocks."""
+    """Name of a slice for the keys of its blocks."""
     return f"{part.name} from {part.start}" if part.start else part.name
 
 
