@@ -40,8 +40,8 @@ if TYPE_CHECKING:
         register_codec,
         warmup,
     )
-    from lightning_dist.elastic.launcher.rendezvous import init_process_group
     from lightning_dist.elastic.loop.loop import ElasticLoop
+    from lightning_dist.elastic.rendezvous import init_process_group
     from lightning_dist.frameworks.comm_profiler import CommProfiler
     from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
     from lightning_dist.frameworks.lightning.checkpoint.io import AsyncTorchCheckpointIO
@@ -75,7 +75,7 @@ _HOME = {
     "OneBitAdam": "sync.onebit_adam",
     "compress_ddp": "sync.ddp",
     "compress_fsdp": "sync.fsdp.replicas",
-    "init_process_group": "elastic.launcher.rendezvous",
+    "init_process_group": "elastic.rendezvous",
     "local_updates": "sync.local.updates",
 }
 """Modules of the public names that are not in ``codecs``."""

@@ -164,38 +164,38 @@ class RestartCosts:
 
 def summarize(lines: list[dict[str, Any]], *, run_id: str) -> RestartCosts:
     """Add up what the journal of a run says; all but ``end`` is of the leader."""
-    starts = [each for each in lines if each["event"] == "start" and each.get("run_id") == run_id]
-    ends = [each for each in lines if each["event"] == "end"]
+    starts = [line for line in lines if line["event"] == "start" and line.get("run_id") == run_id]
+    ends = [line for line in lines if line["event"] == "end"]
     causes = []
     for before, now in pairwise(starts):
-        between = [each for each in ends if before["time"] <= each["time"] < now["time"]]
-        if any(each["rank"] == 0 and each["reason"] == FINISHED for each in between):
+        between = [line for line in ends if before["time"] <= line["time"] < now["time"]]
+        if any(line["rank"] == 0 and line["reason"] == FINISHED for line in between):
             continue  # it was over, and somebody wants more of it
         causes.append(_cause(between, before=before, now=now))
-    caught_up = [each for each in lines if each["event"] == "caught_up"]
-    mine = [each for each in caught_up if each.get("run_id") == run_id]
-    changes = [each for each in lines if each["event"] == CHANGE and each.get("run_id") == run_id]
+    caught_up = [line for line in lines if line["event"] == "caught_up"]
+    repeated = [line for line in caught_up if line.get("run_id") == run_id]
+    changes = [line for line in lines if line["event"] == CHANGE and line.get("run_id") == run_id]
     return RestartCosts(
         restarts=len(causes),
         causes=causes,
-        lost_time_s=sum(each["seconds"] for each in mine),
-        samples_recomputed=sum(each.get("redone") or 0 for each in starts[1:]),
+        lost_time_s=sum(line["seconds"] for line in repeated),
+        samples_recomputed=sum(line.get("redone") or 0 for line in starts[1:]),
         generations=len(changes),
-        steps_redone=sum(each["is_redone"] for each in changes),
-        recovery_s=sum(each["pause_s"] for each in changes),
-        residual_norm_lost=sum(each["norm_lost"] for each in changes),
+        steps_redone=sum(line["is_redone"] for line in changes),
+        recovery_s=sum(line["pause_s"] for line in changes),
+        residual_norm_lost=sum(line["norm_lost"] for line in changes),
     )
 
 
 def _cause(ends: list[dict[str, Any]], *, before: dict[str, Any], now: dict[str, Any]) -> str:
     """The first reason that is not the echo of another rank's."""
-    real = [each for each in ends if each.get("kind") != "echo"]
-    if real:
-        first = real[0]
+    own_reasons = [end for end in ends if end.get("kind") != "echo"]
+    if own_reasons:
+        first = own_reasons[0]
         return f"rank {first['rank']}: {first['reason']}"
-    gone = sorted(set(range(before["world_size"])) - {each["rank"] for each in ends})
-    ranks = ", ".join(map(str, gone)) or "unknown"
-    who = f"rank{'s' if len(gone) > 1 else ''} {ranks}"
+    silent = sorted(set(range(before["world_size"])) - {end["rank"] for end in ends})
+    ranks = ", ".join(map(str, silent)) or "unknown"
+    who = f"rank{'s' if len(silent) > 1 else ''} {ranks}"
     return f"{who} terminated without a record (SIGKILL or out of memory?)"
 
 
@@ -236,7 +236,7 @@ class RunHistory:
         # Find out now, and not when another node has to go on, that it could not.
         folder_here, token = self._journal.folder, facts["token"]
         sees = not token or (folder_here is not None and has_token(folder_here, token))
-        if not all(each["sees"] for each in ranks.all({"sees": sees})):
+        if not all(fact["sees"] for fact in ranks.all({"sees": sees})):
             raise ValueError(
                 f"Some ranks do not see rank 0's {folder}, so they could not resume from its "
                 "checkpoints; put it on a filesystem that all nodes mount, or in an object store"
@@ -349,19 +349,19 @@ class RunHistory:
 
     def metrics(self, *, world_size: int) -> dict[str, float]:
         """``elastic/*`` for loggers, without unknown values. On the leader."""
-        found = {"elastic/world_size": float(world_size)}
+        metrics = {"elastic/world_size": float(world_size)}
         if self._journal.folder is not None:
             summary = self.summary
-            found["elastic/restarts"] = float(summary.restarts)
-            found["elastic/samples_recomputed"] = float(summary.samples_recomputed)
+            metrics["elastic/restarts"] = float(summary.restarts)
+            metrics["elastic/samples_recomputed"] = float(summary.samples_recomputed)
             if self._to_catch_up is None:
-                found["elastic/lost_time_s"] = summary.lost_time_s
+                metrics["elastic/lost_time_s"] = summary.lost_time_s
             if summary.generations:
-                found["elastic/generations"] = float(summary.generations)
-                found["elastic/steps_redone"] = float(summary.steps_redone)
-                found["elastic/recovery_s"] = summary.recovery_s
-                found["elastic/residual_norm_lost"] = summary.residual_norm_lost
-        return found
+                metrics["elastic/generations"] = float(summary.generations)
+                metrics["elastic/steps_redone"] = float(summary.steps_redone)
+                metrics["elastic/recovery_s"] = summary.recovery_s
+                metrics["elastic/residual_norm_lost"] = summary.residual_norm_lost
+        return metrics
 
     def end(self, reason: str, *, is_echo: bool = False) -> None:
         """This process ends; ``is_echo``: because another one did."""
@@ -426,6 +426,6 @@ def cost_line(summary: RestartCosts) -> str:
     return f"elastic: {'; '.join(parts)}"
 
 
-def _counted(number: int, what: str) -> str:
-    plural = "" if number == 1 else "es" if what.endswith("ch") else "s"
-    return f"{number} {what}{plural}"
+def _counted(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"

@@ -64,15 +64,15 @@ def end_persistent_workers(loader: Any) -> None:
 
 
 LAST_LEARNING_RATES = "_last_lr"
-"""Where schedulers keep what ``get_last_lr()`` returns, which cannot be set."""
+"""The attribute in which schedulers keep what ``get_last_lr()`` returns, which cannot be set."""
 
 
 # Composed schedulers have no public list of what they are made of.
 def inner_schedulers(scheduler: Any) -> Sequence[Any]:
     """Schedulers inside a ``SequentialLR`` or ``ChainedScheduler``; empty for others."""
     RESTART.require()
-    found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
-    return found
+    schedulers: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return schedulers
 
 
 # torchrun has no option for the agent.

@@ -148,8 +148,8 @@ class Generators:
         """States to save: those to be restored, if they are not yet."""
         return self._pending or rng.capture(self._device)
 
-    def restored(self) -> None:
-        """Leave them as they are."""
+    def forget(self) -> None:
+        """Leave the generators as they are, and forget what was saved."""
         self._pending = None
 
     def restore(self) -> None:
@@ -188,7 +188,7 @@ def _scale(scheduler: Any, factor: float) -> None:
     for name in _OF_SCHEDULER:
         value = getattr(scheduler, name, None)
         if isinstance(value, list):
-            setattr(scheduler, name, [each * factor for each in value])
+            setattr(scheduler, name, [rate * factor for rate in value])
         elif isinstance(value, int | float):
             setattr(scheduler, name, value * factor)
     for inner in inner_schedulers(scheduler):

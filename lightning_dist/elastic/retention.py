@@ -81,8 +81,8 @@ class Retention:
         """
         # A writer of the dead may have one to finish.
         self.saves.open(self._folder, together=self._members.writers is not None)
-        found: str | None = self._members.ranks.on_first(lambda: {"path": self._find()})["path"]
-        return found
+        newest: str | None = self._members.ranks.on_first(lambda: {"path": self._find()})["path"]
+        return newest
 
     def _find(self) -> str | None:
         newest = newest_valid(self._folder, check=self._settings.verify != "never")
@@ -103,8 +103,8 @@ class Retention:
         """
         self.checkpointer.run, self.checkpointer.proves_loadable = run, restricted
         if self._members.ranks.is_leader:
-            own = saved_by(run, self._folder, resumed=resumed)
-            self._ledger = [each.path for each in own]
+            saved = saved_by(run, self._folder, resumed=resumed)
+            self._ledger = [checkpoint.path for checkpoint in saved]
 
     def begin(self, name: str) -> str | None:
         """Path for a save under ``name``; None: ``on_busy`` says to skip it. Collective.
@@ -143,10 +143,10 @@ class Retention:
             self._committed(event)
 
     def _keep_newest(self, path: str) -> None:
-        ledger = [*(each for each in self._ledger if each != path), path]
+        ledger = [*(older for older in self._ledger if older != path), path]
         self._ledger = ledger[-self._keep :]
-        for each in ledger[: -self._keep]:
-            self.checkpointer.remove(each)
+        for older in ledger[: -self._keep]:
+            self.checkpointer.remove(older)
 
     @property
     def has_failed(self) -> bool:

@@ -100,9 +100,9 @@ def _module_of(device: torch.device | None) -> Any:
 @contextmanager
 def isolated(seed: int) -> Iterator[None]:
     """Inside, generators on the CPU have this seed; outside, nothing has happened."""
-    before = capture()
+    put_back = hold()
     seed_all(seed)
     try:
         yield
     finally:
-        restore(before)
+        put_back()

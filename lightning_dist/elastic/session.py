@@ -12,7 +12,7 @@ from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.data.sharding import DataShards
 from lightning_dist.elastic.history import FINISHED, RunHistory, cost_line, start_line
-from lightning_dist.elastic.process.lifecycle import ProcessLifecycle, stop_line
+from lightning_dist.elastic.process.lifecycle import Ended, ProcessLifecycle, stop_line
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.protocol import OutageReport
 from lightning_dist.elastic.retention import Retention
@@ -28,7 +28,7 @@ class TrainingLoop:
     """Operations that a session leaves to a Trainer or a loop, and its position in the data."""
 
     data: DataShards
-    stopped: type[SystemExit] = SystemExit
+    stopped: type[SystemExit] = Ended
     """Exception that ends this process where all ranks stop, with its exit code."""
 
     @property
@@ -74,7 +74,7 @@ class TrainingLoop:
 
 
 class ElasticSession:
-    """From the set-up of a training to its end.
+    """A training on this process, from its set-up to its end.
 
     Args:
         settings: of the run.
@@ -129,9 +129,9 @@ class ElasticSession:
         self.history.open(folder, ranks=self.members.ranks, seed=self.settings.seed)
         self._retention = self._retained(loop)
         self._is_open = True
-        found = self.retention.open()
-        self.newest = found or ""
-        return found
+        newest = self.retention.open()
+        self.newest = newest or ""
+        return newest
 
     def _retained(self, loop: TrainingLoop) -> Retention:
         return Retention(
@@ -301,14 +301,14 @@ class ElasticSession:
             metrics: logged by this rank.
             **facts: see :meth:`here`.
         """
-        own = self._loop.data.rank
-        gathered = self.members.ranks.gather((rng, (own, loader), metrics or {}))
-        states, by_rank, logged = (list(each) for each in zip(*gathered, strict=True))
+        share = self._loop.data.rank
+        gathered = self.members.ranks.gather((rng, (share, loader), metrics or {}))
+        states, by_rank, logged = (list(values) for values in zip(*gathered, strict=True))
         loaders = [state for _, state in sorted(dict(by_rank).items())]  # once for each share
         return replace(
             self.here(**facts),
-            rng=[] if any("seed" in each for each in states) else states,
-            loaders=[] if any(each is None for each in loaders) else loaders,
+            rng=[] if any("seed" in state for state in states) else states,
+            loaders=[] if any(state is None for state in loaders) else loaders,
             metrics=logged,
         ).as_dict()
 

@@ -156,7 +156,7 @@ def await_newcomers(
 
     def are_here() -> bool:
         heartbeat()
-        return generations.waiting >= missing
+        return generations.member.waiting >= missing
 
     await_true(are_here, f"{missing} newcomers wait")
 
@@ -342,7 +342,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     def load() -> None:
         """Where it is told to, a rank dies when all load a batch, and the others wait for that."""
         victim, step = told.get("loads", ("", -1))
-        if loop.steps != step or recovery is None or recovery.generations.now.number:
+        if loop.steps != step or recovery is None or recovery.generations.member.generation.number:
             return
         (folder / f"loads-{own}").touch()
         await_true(lambda: len([*folder.glob("loads-*")]) == 3, "3 ranks load")
@@ -375,7 +375,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                 # step_done() may already enter the next generation.
                 number, world, levels = -1, 1, False
                 if recovery is not None:
-                    number = recovery.generations.now.number
+                    number = recovery.generations.member.generation.number
                     world = loop._run.session.members.world_size
                     levels = recovery.reducer.network.intra is not None
                     joins = told.get("joins", 1 << 20)
@@ -396,7 +396,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                     await_file(folder / file)
                 spare, at = told.get("spare", ("", -1))
                 while recovery is not None and begun == at:
-                    if recovery.generations._member.store.check([Keys.report(-1, spare)]):
+                    if recovery.generations.member.store.check([Keys.report(-1, spare)]):
                         break
                     time.sleep(0.01)
                 faults.strike("forward")

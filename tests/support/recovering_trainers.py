@@ -75,7 +75,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         numbers, x = batch
-        key = self.generations.now.number, self.trainer.global_step
+        key = self.generations.member.generation.number, self.trainer.global_step
         if key != self.key:
             self.key, self.ids = key, []
             # A callback may enter the next generation after the step.
@@ -85,7 +85,7 @@ class Module(pl.LightningModule):
         self.faults.begin(
             self.trainer.global_step,
             world=self.world,
-            is_broken=lambda: self.generations.is_broken,
+            is_broken=lambda: self.generations.member.is_broken,
         )
         elastic = self.trainer.checkpoint_callbacks[-1]
         assert isinstance(elastic, ElasticRestart)
@@ -93,7 +93,7 @@ class Module(pl.LightningModule):
         self.faults.strike("forward")
         if (self.key[1], self.key[0]) == (self.told.get("notices"), 0):
             self.note(passed=self.key[1] + 1)
-            await_true(lambda: self.generations.is_broken, "a rank is lost")
+            await_true(lambda: self.generations.member.is_broken, "a rank is lost")
         assert elastic.micro_batch is not None
         if elastic.micro_batch.weight:
             self.ids += numbers.tolist()
@@ -167,7 +167,7 @@ class Module(pl.LightningModule):
         self.note(
             validated=self.trainer.global_step,
             ids=self.validated,
-            generation=self.generations.now.number,
+            generation=self.generations.member.generation.number,
             means=means,
             ranks=float(ranks),
         )
@@ -184,7 +184,7 @@ def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -
 
     def commit(sections: Sections) -> None:
         is_it = module.faults.step == step and not heard.exists()
-        if is_it and module.own == worker and module.generations.now.number == 0:
+        if is_it and module.own == worker and module.generations.member.generation.number == 0:
             with patch.object(dist, "barrier", missed):
                 usual(sections)
         else:

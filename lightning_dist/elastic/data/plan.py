@@ -30,7 +30,7 @@ class Layout:
         return cls(world_size, micro_batch, accumulate, world_size * micro_batch * accumulate)
 
     def share(self, rank: int, *, begin: int, count: int) -> range:
-        """Which samples of ``begin .. begin + count`` a rank takes: every world_size-th.
+        """Samples of ``begin .. begin + count`` that a rank takes: every world_size-th.
 
         Sample ``p`` goes to rank ``p % world_size``, so the shares of a step differ by one sample
         at most and the ranks take turns in having more.
@@ -165,17 +165,17 @@ class EpochPlan:
             self.first_micro_batch,
             len(self),
         )
-        step, which = divmod(index - self.first_micro_batch, self.layout.accumulate)
+        step, part = divmod(index - self.first_micro_batch, self.layout.accumulate)
         count, passes = self.layout.global_batch, self.layout.accumulate
         if step >= self._full_steps:
             count, passes = self._tail, self.layout.micro_batches_for(self._tail)
-            step, which = self._full_steps, index - len(self) + passes
+            step, part = self._full_steps, index - len(self) + passes
         begin = self.begin.samples + step * self.layout.global_batch
         share = self.layout.share(self.rank, begin=begin, count=count)
-        samples = _piece(share, which, of=passes)
+        samples = _piece(share, part, of=passes)
         # DDP divides by the ranks, and a trainer by the micro-batches of a full step.
         weight = len(samples) * self.layout.world_size * self.layout.accumulate / count
-        return MicroBatch(samples, weight, which == 0, which + 1 == passes)
+        return MicroBatch(samples, weight, part == 0, part + 1 == passes)
 
     def after(self, passes: int) -> Position:
         """The position when ``passes`` of the epoch are done: that of the last optimizer step."""
@@ -197,11 +197,11 @@ class EpochPlan:
         return len(self) if steps >= self.steps else steps * self.layout.accumulate
 
 
-def _piece(share: range, which: int, *, of: int) -> range:
+def _piece(share: range, part: int, *, of: int) -> range:
     """The ``which``-th of ``of`` runs of ``share``, whose lengths differ by one at most."""
     size, more = divmod(len(share), of)
-    begin = which * size + min(which, more)
-    return share[begin : begin + size + (which < more)]
+    begin = part * size + min(part, more)
+    return share[begin : begin + size + (part < more)]
 
 
 def full_size(size: int, *, limit: int | None, layout: Layout) -> int:

@@ -11,7 +11,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ class EpochOrder:
 
     def __init__(self, sampler: Sampler[Any] | Iterable[Any], *, seed: int) -> None:
         self._sampler: Iterable[Any] = _of_one_process(sampler)
-        own = sampler.seed if isinstance(sampler, DistributedSampler) else 0
-        self._seed = derive_seed(seed, "sampler", own)
+        sampler_seed = sampler.seed if isinstance(sampler, DistributedSampler) else 0
+        self._seed = derive_seed(seed, "sampler", sampler_seed)
         generator = getattr(self._sampler, "generator", None)
         self._generator = generator if isinstance(generator, torch.Generator) else None
         self._cached: tuple[int, Sequence[Any]] | None = None
@@ -189,7 +189,7 @@ class EndsAtSecondSignal:
     A launcher sends its signal to the whole process group. A worker that ends at it takes the
     training down before there is a checkpoint. At one from its own process it ends, and at the
     second from anywhere. Workers of a fork server end with that, which no signal spares; others
-    start with the signals blocked, see `StartsBlocked`.
+    start with the signals blocked, see `_starts_blocked`.
 
     Programs that a worker starts inherit that the signals are blocked (a process learns who has
     sent one only while they are): ``Popen.kill()`` ends them, and ``terminate()`` has no effect.
@@ -215,45 +215,37 @@ class EndsAtSecondSignal:
             self.usual(worker)
 
     def _listen(self) -> None:
-        own, forwarded = {self._process, os.getppid()}, set[int]()
+        training, forwarded = {self._process, os.getppid()}, set[int]()
         while True:
-            came = signal.sigwaitinfo(self._signals)
-            if came.si_pid in own:
+            notice = signal.sigwaitinfo(self._signals)
+            if notice.si_pid in training:
                 os._exit(0)
-            if came.si_signo in forwarded:
-                os._exit(128 + came.si_signo)
-            forwarded.add(came.si_signo)
+            if notice.si_signo in forwarded:
+                os._exit(128 + notice.si_signo)
+            forwarded.add(notice.si_signo)
 
 
-class StartsBlocked:
-    """The ``Process`` of a multiprocessing context: with signals blocked from its start on.
+def _starts_blocked(
+    usual: Callable[..., Any], signals: Sequence[signal.Signals], /, *args: Any, **kwargs: Any
+) -> Any:
+    """A process of the class ``usual`` that has ``signals`` blocked from its start on.
 
     A worker that has not come to its ``worker_init_fn`` yet would end at a signal of the launcher,
     or, where its process handles the signal, miss the only one with which that ends it, and be
     waited for.
-
-    Args:
-        usual: the context's class of processes.
-        signals: that are blocked.
     """
+    process = usual(*args, **kwargs)
 
-    def __init__(self, usual: type[Any], signals: Sequence[signal.Signals]) -> None:
-        self._usual = usual
-        self._signals = tuple(signals)
+    def start() -> None:
+        del process.start  # a process that is not a fork is pickled
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        process = self._usual(*args, **kwargs)
-
-        def start() -> None:
-            del process.start  # a process that is not a fork is pickled
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-        process.start = start
-        return process
+    process.start = start
+    return process
 
 
 def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
@@ -265,7 +257,7 @@ def keep_workers(loader: Any, signals: Sequence[signal.Signals]) -> None:
         context: Any = loader.multiprocessing_context or multiprocessing.get_context()
         if hasattr(signal, "sigwaitinfo") and context.get_start_method() != "forkserver":
             context = copy.copy(context)
-            context.Process = StartsBlocked(context.Process, signals)
+            context.Process = partial(_starts_blocked, context.Process, tuple(signals))
             loader.multiprocessing_context = context
 
 

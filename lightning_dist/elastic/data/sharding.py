@@ -81,12 +81,12 @@ class ShardedStream(IterableDataset[list[Any]]):
         return len(self._plan())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker that is started afresh: the plan, not the trainer that is asked for it."""
+        """State for a worker that is started afresh: the plan, not the trainer that has it."""
         return {**self.__dict__, "_plan": partial(_given, self._plan()), "_on_first": None}
 
     def __iter__(self) -> Iterator[list[Any]]:
         worker, plan = get_worker_info(), self._plan()
-        own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        worker_id, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if worker is None and self._on_first is not None:
             self._on_first()
         start = plan.layout.share(plan.rank, begin=plan.begin.samples, count=1).start
@@ -100,7 +100,7 @@ class ShardedStream(IterableDataset[list[Any]]):
                 spare = [
                     next(iter(self.dataset.iter_shard(epoch=plan.begin.epoch, start=0, step=1)))
                 ]
-            if number % workers == own:
+            if number % workers == worker_id:
                 yield samples or list(spare or [])
 
 
@@ -137,7 +137,7 @@ class LoaderFacts:
     drop_last: bool
 
 
-def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
+def facts_of(loader: Any) -> LoaderFacts:
     """Read the facts.
 
     Raises:
@@ -162,12 +162,12 @@ def facts_of(loader: Any, *, seed: int = 0) -> LoaderFacts:
         return LoaderFacts(len(loader.dataset), loader.batch_size, loader.drop_last)
     batches = loader.batch_sampler
     if not isinstance(batches, BatchSampler) or type(batches).__name__ != "BatchSampler":
-        what = "no batches" if batches is None else f"batches of {type(batches).__name__}"
+        kind = "no batches" if batches is None else f"batches of {type(batches).__name__}"
         raise NotExactError(
-            f"the samples of a loader with {what} cannot be sharded again when the number of ranks "
+            f"the samples of a loader with {kind} cannot be sharded again when the number of ranks "
             "changes; give the DataLoader batch_size= and a sampler"
         )
-    size = EpochOrder(loader.sampler, seed=seed).size
+    size = EpochOrder(loader.sampler, seed=0).size  # of any seed
     return LoaderFacts(size, batches.batch_size, batches.drop_last)
 
 
@@ -187,10 +187,9 @@ def shard(
     none that the training uses.
     """
     assert cursor.begin.epoch == plan().begin.epoch
-    made = copy.copy(loader)
-    setter = EpochSetter(
-        _Sized(plan().size), cursor, world_size=plan().layout.world_size, rank=plan().rank
-    )
+    sharded = copy.copy(loader)
+    samples = range(plan().size)  # a sampler wants the length of a dataset only
+    setter = EpochSetter(samples, cursor, world_size=plan().layout.world_size, rank=plan().rank)
     generator = torch.Generator()
     cursor.follow(lambda epoch: _seed(generator, derive_seed(seed, "workers", epoch, plan().rank)))
     changed: dict[str, Any] = {
@@ -211,55 +210,35 @@ def shard(
         order = EpochOrder(loader.sampler, seed=seed)
         changed["sampler"] = setter
         changed["batch_sampler"] = ElasticBatchSampler(order, plan, on_first=on_first)
-    made.__dict__.update(changed)  # a loader refuses assignments to these after its __init__
-    made.__dict__["epoch_setter"] = setter
-    return made
+    sharded.__dict__.update(changed)  # a loader refuses assignments to these after its __init__
+    sharded.__dict__["epoch_setter"] = setter
+    return sharded
 
 
 def _seed(generator: torch.Generator, seed: int) -> None:
     generator.manual_seed(seed)
 
 
-class _Sized:
-    """Stands for a dataset where only its length is wanted."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-
-@runtime_checkable
-class StatefulLoader(Protocol):
-    """An iterable that can say where it is and go on from there, with as many ranks."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> None: ...
-
-
 class Remembered:
-    """A stateful loader that knows where it was some batches ago.
+    """A loader with a state that knows where it was some batches ago.
 
     Trainers fetch batches ahead, and optimizers step after several: what a checkpoint wants is the
     position after the last batch that a step has used.
 
     Args:
-        loader: asked for its state after every batch.
+        loader: an iterable with ``state_dict`` and ``load_state_dict``, which goes on among as many
+            ranks; asked for its state after every batch.
         back: how many batches it may be asked to go back.
     """
 
-    def __init__(self, loader: StatefulLoader, *, back: int) -> None:
+    def __init__(self, loader: Any, *, back: int) -> None:
         self._loader = loader
         self._back = back
         self._states: dict[int, Any] = {}
 
     def __len__(self) -> int:
-        """As the loader's, which may not have one."""
-        return len(self._loader)  # type: ignore[arg-type]
+        """Length of the loader, which may not have one."""
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         self._states.clear()
@@ -328,35 +307,33 @@ class DataShards:
         """Samples of an epoch, as the dataset has them."""
         return None if self.facts is None else self.facts.size
 
-    def deal(
-        self,
-        loader: Any,
-        *,
-        limit: Callable[[Layout, LoaderFacts], int | None] = lambda first, facts: None,
-        accept: Callable[[Layout, Layout], None] = lambda first, now: None,
-        on_first: Callable[[], None] = lambda: None,
-    ) -> DataLoader[Any]:
+    def limit(self, first: Layout, facts: LoaderFacts) -> int | None:
+        """Micro-batches of an epoch that are wanted, in the first layout of the run; None: all."""
+        return None
+
+    def accept(self, first: Layout, now: Layout) -> None:
+        """Go on in the layout ``now``; raise ValueError where the script cannot have it."""
+
+    def deal(self, loader: Any, *, on_first: Callable[[], None] = lambda: None) -> DataLoader[Any]:
         """This rank's share of the user's ``loader``.
 
         Args:
-            limit: micro-batches of an epoch that are wanted, in the layout of the first start.
-            accept: called with the layout of the first start and the present one; may raise.
             on_first: called before the first batch of an epoch is drawn in this process.
 
         Raises:
             NotExactError: its samples cannot be dealt.
             ValueError: they are not those of the checkpoint.
         """
-        facts = facts_of(loader, seed=self._seed)
+        facts = facts_of(loader)
         if self.resumed is not None and not self.is_dealt:  # a loader of a later epoch may differ
             require_same_data(self.resumed, size=facts.size, path=self._path)
         self.facts = facts
         script = self._script_layout()
         self.first = self.first or self._first_layout(script)
         self.layout = layout_for(self.policy, self.first, script=script)
-        passes = limit(self.first, facts)
+        passes = self.limit(self.first, facts)
         self._epoch_size = full_size(facts.size, limit=passes, layout=self.first)
-        accept(self.first, self.layout)
+        self.accept(self.first, self.layout)
         self._dealt = shard(
             loader, self.plan, cursor=self.cursor, seed=self._seed, on_first=on_first
         )
@@ -379,6 +356,7 @@ class DataShards:
         self.rank, self.world_size = rank, world_size
         self.layout = layout_for(self.policy, self.first, script=self._script_layout())
         self.cursor.go_to(position)
+        self.accept(self.first, self.layout)
 
     def close(self) -> None:
         """No more batches are wanted: end the workers that the loader keeps."""
@@ -414,8 +392,8 @@ class DataShards:
             return ""
         first = self.resumed.first
         asked, before = (
-            f"{each.micro_batch} samples and {each.accumulate} micro-batches"
-            for each in (script, first)
+            f"{layout.micro_batch} samples and {layout.accumulate} micro-batches"
+            for layout in (script, first)
         )
         if asked == before:  # other ranks alone
             return ""
@@ -435,7 +413,10 @@ class DataShards:
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
-        """Of the run's first start, and now. Samples are counted as batches where nobody knows."""
+        """Layouts of the run's first start and of now.
+
+        Samples are counted as batches where nobody knows.
+        """
         if self.first is not None and self.layout is not None:
             return self.first, self.layout
         now = self._script_layout()

@@ -200,7 +200,7 @@ class ElasticLoop:
         self._this, self._in_epoch = None, False
 
     def _batches_of_members(self) -> Iterator[Any]:
-        """Until the end of the epoch, or until the members are others."""
+        """Batches until the end of the epoch, or until the members are others."""
         run = self._run
         run.is_current = True
         plan = run.data.plan()

@@ -39,47 +39,47 @@ class Objects:
 
     def __init__(self, given: Mapping[str, Any], *, world_size: int) -> None:
         self._given = dict(given)
-        for name, each in self._given.items():
-            _require_state(name, each)
-            _require_plain_counting(name, each)
-        modules = [each for each in self._given.values() if isinstance(each, nn.Module)]
+        for name, value in self._given.items():
+            _require_state(name, value)
+            _require_plain_counting(name, value)
+        modules = [value for value in self._given.values() if isinstance(value, nn.Module)]
         if not modules:
             raise ValueError(
                 "state= has no model, so no run could resume; give "
                 'state={"model": model, "optimizer": optimizer}'
             )
-        self._wrapped = [ddp for each in modules if (ddp := _ddp_in(each)) is not None]
-        self.updates = [each for each in self._given.values() if isinstance(each, LocalUpdates)]
+        self._wrapped = [ddp for value in modules if (ddp := _ddp_in(value)) is not None]
+        self.updates = [value for value in self._given.values() if isinstance(value, LocalUpdates)]
         if world_size > 1 and not self._wrapped and not self.updates:
             raise ValueError(
                 f"No model in state= is in DistributedDataParallel, so {world_size} ranks would "
                 "train independently; give the one that prepare(), fabric.setup() or DDP returned, "
                 "or the updates that local_updates() returned beside the model"
             )
-        for name, each in given.items():
-            if isinstance(each, LocalUpdates):  # at the end: they load into models and optimizers
+        for name, value in given.items():
+            if isinstance(value, LocalUpdates):  # at the end: they load into models and optimizers
                 self._given.pop(name)
                 environment = Environment(grad_scaler=self._scaler, saves_shards=False)
-                each.sync.connect(self.optimizers, environment)
-                self._given[name] = each.sync
+                value.sync.connect(self.optimizers, environment)
+                self._given[name] = value.sync
         self.device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Torch's own."""
         inner = map(_without_wrapper, self._given.values())
-        return [each for each in inner if isinstance(each, Optimizer)]
+        return [value for value in inner if isinstance(value, Optimizer)]
 
     @property
     def _scaler(self) -> GradScaler | None:
         """GradScaler among the objects; each local worker keeps its own scale."""
         inner = map(_without_wrapper, self._given.values())
-        return next((each for each in inner if isinstance(each, GradScaler)), None)
+        return next((value for value in inner if isinstance(value, GradScaler)), None)
 
     @property
     def schedulers(self) -> list[Any]:
         """Whatever has learning rates and is no optimizer."""
-        return [each for each in self._given.values() if hasattr(each, "get_last_lr")]
+        return [value for value in self._given.values() if hasattr(value, "get_last_lr")]
 
     def model_to_recover(self) -> DistributedDataParallel:
         """The model whose steps are taken again where a rank is lost.
@@ -100,33 +100,35 @@ class Objects:
         return self._wrapped[0]
 
     def states(self) -> dict[str, Any]:
-        """Of all objects, by name."""
-        return {name: self._state_of(each) for name, each in self._given.items()}
+        """States of all objects, by name."""
+        return {name: self._state_of(value) for name, value in self._given.items()}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
         """Take over what :meth:`states` has returned, on another rank or in another process."""
-        for name, each in self._given.items():
-            _inside(each).load_state_dict(states[name])
+        for name, value in self._given.items():
+            _inside(value).load_state_dict(states[name])
 
     @property
     def counters(self) -> dict[str, Any]:
         """Objects that a step changes beside models and optimizers, such as schedulers, by name."""
-        inner = {name: _without_wrapper(each) for name, each in self._given.items()}
+        inner = {name: _without_wrapper(value) for name, value in self._given.items()}
         kinds = (nn.Module, Optimizer)
-        return {n: self._given[n] for n, each in inner.items() if not isinstance(each, kinds)}
+        return {
+            name: self._given[name] for name, value in inner.items() if not isinstance(value, kinds)
+        }
 
     @property
     def _syncs(self) -> list[Sync]:
-        """What keeps replicas of models in DDP equal, and is no object of its own."""
-        found = (sync_of(ddp) for ddp in self._wrapped)
-        return [each for each in found if each is not None and not each.is_own_object]
+        """Syncs of the models in DDP that are no objects of their own."""
+        syncs = (sync_of(ddp) for ddp in self._wrapped)
+        return [sync for sync in syncs if sync is not None and not sync.is_own_object]
 
     def require_loadable(self) -> None:
         """Raise ValueError if a state cannot be read by ``torch.load(weights_only=True)``."""
         require_loadable(self.states(), name="state")
 
-    def _state_of(self, each: Any) -> Any:
-        inside = _inside(each)
+    def _state_of(self, value: Any) -> Any:
+        inside = _inside(value)
         if not isinstance(inside, nn.Module):
             return inside.state_dict()
         sync = sync_within(inside, Sync)  # type: ignore[type-abstract]  # it makes none
@@ -143,8 +145,8 @@ class Objects:
             if spreads is None:
                 reducers.append(sync.state_dict(to=leader))
                 continue
-            state, found = sync.spread_state_dict()
-            spreads += found
+            state, own_spreads = sync.spread_state_dict()
+            spreads += own_spreads
             reducers.append(state)
         return {"objects": self.states(), "reducers": reducers}
 
@@ -166,13 +168,13 @@ class Objects:
                 f"{path} holds {', '.join(saved)}, and state= has {', '.join(self._given)}; give "
                 "the same names, or another folder"
             )
-        for name, each in self._given.items():
-            if isinstance(optimizer := _without_wrapper(each), Optimizer):
+        for name, value in self._given.items():
+            if isinstance(optimizer := _without_wrapper(value), Optimizer):
                 require_same_optimizer(optimizer, saved[name], path=path)
         self.load_states(saved)
         states = checkpoint["reducers"]
-        for sync, own in zip_longest(self._syncs, states[: len(self._syncs)]):
-            sync.load_state_dict(own)
+        for sync, state in zip_longest(self._syncs, states[: len(self._syncs)]):
+            sync.load_state_dict(state)
         return place
 
     @contextmanager
@@ -185,41 +187,41 @@ class Objects:
 
 
 def _ddp_in(module: nn.Module) -> DistributedDataParallel | None:
-    found = (each for each in module.modules() if isinstance(each, DistributedDataParallel))
-    return next(found, None)
+    wrapped = (part for part in module.modules() if isinstance(part, DistributedDataParallel))
+    return next(wrapped, None)
 
 
-def _inside(each: Any) -> Any:
-    wrapped = _ddp_in(each) if isinstance(each, nn.Module) else None
-    return each if wrapped is None else wrapped.module
+def _inside(value: Any) -> Any:
+    wrapped = _ddp_in(value) if isinstance(value, nn.Module) else None
+    return value if wrapped is None else wrapped.module
 
 
-def _without_wrapper(each: Any) -> Any:
+def _without_wrapper(value: Any) -> Any:
     """Accelerate's and Fabric's optimizers have torch's in them."""
-    if isinstance(each, nn.Module) or hasattr(each, "get_last_lr"):
-        return each
-    inner = getattr(each, "optimizer", None)
-    return inner if isinstance(inner, Optimizer) else each
+    if isinstance(value, nn.Module) or hasattr(value, "get_last_lr"):
+        return value
+    inner = getattr(value, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else value
 
 
-def _require_state(name: str, each: Any) -> None:
-    if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+def _require_state(name: str, value: Any) -> None:
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         raise ValueError(
             f"state[{name!r}] has no state_dict() and load_state_dict(), so it could not be saved: "
-            f"{type(each).__name__}; give them to it, or leave it out"
+            f"{type(value).__name__}; give them to it, or leave it out"
         )
 
 
-def _require_plain_counting(name: str, each: Any) -> None:
+def _require_plain_counting(name: str, value: Any) -> None:
     """Refuse what Accelerate would do itself with steps, by the number of ranks of this start."""
-    passes = getattr(getattr(each, "gradient_state", None), "num_steps", 1)
+    passes = getattr(getattr(value, "gradient_state", None), "num_steps", 1)
     if passes != 1:
         raise ValueError(
             "ElasticLoop decides how many micro-batches a step takes, so "
             f"gradient_accumulation_steps={passes} of the Accelerator would divide losses once "
             "more; leave it out, and give it to ElasticLoop"
         )
-    if getattr(each, "step_with_optimizer", False) and not getattr(each, "split_batches", True):
+    if getattr(value, "step_with_optimizer", False) and not getattr(value, "split_batches", True):
         raise ValueError(
             f"state[{name!r}] is a scheduler that Accelerate steps once for every rank, so it "
             "would run at another speed on another number of ranks; do not prepare() it"

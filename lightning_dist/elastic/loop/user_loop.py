@@ -18,8 +18,9 @@ from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.sampling import keep_workers
 from lightning_dist.elastic.data.sharding import DataShards, NotExactError
 from lightning_dist.elastic.loop.objects import Objects
+from lightning_dist.elastic.process.lifecycle import Ended
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
-from lightning_dist.elastic.recovery.generations import Ended, Generations
+from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.recovery.step import RecoverableLoop, StepRecovery
 from lightning_dist.elastic.session import ElasticSession
@@ -32,12 +33,8 @@ from lightning_dist.sync.local.state import NOT_SHARDED
 log = get_logger(__name__)
 
 
-class Stopped(SystemExit):
-    """The training has stopped on all ranks at one step; ends the process with a code."""
-
-
 class UserLoop(RecoverableLoop):
-    """From the entering of an ElasticLoop to its end.
+    """The training of an ElasticLoop, from its entering to its end.
 
     Args:
         session: of the loop.
@@ -46,7 +43,6 @@ class UserLoop(RecoverableLoop):
         recovering: what the ranks that are left do when one is lost.
     """
 
-    stopped = Stopped
     position = Position()
     total_samples = 0
     steps = 0
@@ -98,8 +94,8 @@ class UserLoop(RecoverableLoop):
             steps=lambda: self.steps,
             mirror_every=self._mirror_every,
         )
-        self.session.lifecycle.waits_for_another = generations.waits_for_another
-        self.session.lifecycle.lapsed = generations.lapsed
+        self.session.lifecycle.waits_for_another = generations.member.waits_for_another
+        self.session.lifecycle.lapsed = generations.member.lapsed
         generation, members = self.recovery.begin()
         while True:
             try:
@@ -168,7 +164,7 @@ class UserLoop(RecoverableLoop):
         session = self.session
         session.retention.saves.watch(self.objects.optimizers)
         if threading.current_thread() is threading.main_thread():  # where Python has handlers
-            self._handlers = {each: signal.getsignal(each) for each in self._signals}
+            self._handlers = {number: signal.getsignal(number) for number in self._signals}
         session.lifecycle.note(self._signals, asks=Launch.from_env().local_rank == 0)
         self.is_open = True
 
@@ -176,7 +172,7 @@ class UserLoop(RecoverableLoop):
 
     @override
     def sync_point(self) -> None:
-        """After the last step of an epoch only once the user has done what follows it.
+        """Settle, after the last step of an epoch only once the user has done what follows it.
 
         In between there is no collective: of members that fail there some would already have ended
         the epoch, and would not do the same ones as the others afterwards.
@@ -204,7 +200,7 @@ class UserLoop(RecoverableLoop):
         if is_new:
             self._listen()
         else:
-            self.generators.restored()  # they are where they were
+            self.generators.forget()  # they are where they were
         self.is_current = False
 
     @override
@@ -270,8 +266,8 @@ class UserLoop(RecoverableLoop):
 
     @override
     def all_saved(self) -> None:
-        for each, handler in self._handlers.items():
-            signal.signal(each, handler)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         self._handlers = {}
 
     @override
@@ -288,7 +284,7 @@ class UserLoop(RecoverableLoop):
             self.recovery.close()
         if isinstance(error, Ended):
             self.session.lifecycle.leave()
-        self.session.close(error, stopped=isinstance(error, (Stopped, Ended)))
+        self.session.close(error, stopped=isinstance(error, Ended))
         self.all_saved()
 
 

@@ -56,7 +56,7 @@ class PreemptionListener:
         self._open: tuple[socket.socket, threading.Thread] | None = None
         self._old_fd = -1
         self.reason = ""
-        """Of the first notice; empty before it."""
+        """Reason of the first notice; empty before it."""
 
     def start(self) -> None:
         """Begin to listen; to signals in the main thread only, where Python has its handlers."""
@@ -75,8 +75,8 @@ class PreemptionListener:
         here, there = socket.socketpair()
         there.setblocking(False)
         self._old_fd = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
-        for each in self._signals:
-            signal.signal(each, _only_wake)
+        for number in self._signals:
+            signal.signal(number, _only_wake)
         _LISTENING.add(self)
         listener = threading.Thread(target=self._listen, args=(here,), daemon=True)
         self._open = there, listener
@@ -134,9 +134,9 @@ def _only_wake(number: int, frame: FrameType | None) -> None:
 
 def _after_fork() -> None:
     """A child ends at its signals as any other process, and its parent does not hear of them."""
-    for each in list(_LISTENING):
+    for listener in list(_LISTENING):
         signal.set_wakeup_fd(-1)
-        for number in each._signals:
+        for number in listener._signals:
             if signal.getsignal(number) is _only_wake:
                 signal.signal(number, signal.SIG_DFL)
     _LISTENING.clear()
@@ -159,6 +159,11 @@ EXIT_LEAVE = 77
 
 EXIT_EVICTED = 78
 """Exit code of a worker that finds a generation without itself: start another one in its place."""
+
+
+class Ended(SystemExit):
+    """This process ends with one of these codes, because all ranks stop or it cannot go on."""
+
 
 _LAST_SECONDS = 20.0
 """Seconds for a process to end when its peers have ended, or all is saved."""
@@ -295,7 +300,7 @@ class ProcessLifecycle:
         return EXIT_RESTART if is_elastic and not reason else 0
 
     def leave(self) -> None:
-        """After :meth:`stop`: nothing is left to do but to end."""
+        """Let this process end, since nothing is left to do after :meth:`stop`."""
         if Launch.from_env().is_elastic:
             self._be_gone_soon("after the last checkpoint")
         elif self._watchdog is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -25,33 +26,6 @@ EXIT_STUCK = 76
 _PERIOD = 0.1
 _PATIENCE = 5.0
 """Seconds for a word before the end."""
-
-
-class Deadline:
-    """A time by which something must have happened; readable from any thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._due: float | None = None
-        self._why = ""
-
-    def set(self, seconds: float, why: str) -> None:
-        """Be due in ``seconds`` from now."""
-        self._due, self._why = self._clock() + seconds, why
-
-    @property
-    def is_set(self) -> bool:
-        """Whether it will be due."""
-        return self._due is not None
-
-    def clear(self) -> None:
-        """Not be due."""
-        self._due = None
-
-    def expired(self) -> str:
-        """Reason of the deadline, if it has passed; otherwise empty."""
-        due = self._due
-        return self._why if due is not None and self._clock() >= due else ""
 
 
 class Watchdog:
@@ -85,7 +59,9 @@ class Watchdog:
         self._siblings = siblings = Siblings() if Launch.from_env().is_elastic else None
         self._end = end or (lambda why: _end(why, siblings))
         self._stopped = threading.Event()
-        self._progress, self._limit = Deadline(clock), Deadline(clock)
+        self._clock = clock
+        self._progress_by = self._end_by = math.inf
+        self._why_end = ""
 
     def start(self) -> None:
         """Begin to watch; :meth:`heartbeat` has to be called from now on."""
@@ -99,17 +75,16 @@ class Watchdog:
     def heartbeat(self) -> None:
         """There is progress."""
         if self._hang_timeout is not None:
-            why = f"no progress for {self._hang_timeout:g} s"
-            self._progress.set(self._hang_timeout, why)
+            self._progress_by = self._clock() + self._hang_timeout
 
     def rest(self) -> None:
         """No progress is to be expected; the end still is, if it was set."""
-        self._progress.clear()
+        self._progress_by = math.inf
 
     def end_within(self, seconds: float, why: str) -> None:
         """The process has to be gone by then, whatever it does; the first such bound counts."""
-        if not self._limit.is_set:
-            self._limit.set(seconds, why)
+        if self._end_by == math.inf:
+            self._why_end, self._end_by = why, self._clock() + seconds
 
     def _watch(self) -> None:
         siblings = self._siblings
@@ -117,10 +92,13 @@ class Watchdog:
             if siblings is not None and siblings.are_orphans:
                 siblings = None
                 self._orphaned()
-            why = self._limit.expired() or self._lapsed()
-            if not why and (why := self._progress.expired()) and self._waits():
-                self.heartbeat()
-                continue
+            now = self._clock()
+            why = self._why_end if now >= self._end_by else self._lapsed()
+            if not why and now >= self._progress_by:
+                if self._waits():
+                    self.heartbeat()
+                    continue
+                why = f"no progress for {self._hang_timeout:g} s"
             if why:
                 _attempt(self._last_words, why)
                 self._end(why)
@@ -145,32 +123,29 @@ class Siblings:
                 "restart by the 30 s that torchrun waits for it"
             )
             return
-        own = psutil.Process()
-        self._launcher = own.parent()  # psutil compares start times, so no later process is it
-        self._job = _job_of(own)
+        process = psutil.Process()
+        self._launcher = process.parent()  # psutil compares start times, so no later process is it
+        self._job = _job_of(process)
 
     @property
     def are_orphans(self) -> bool:
         """True if their launcher has terminated."""
         return os.getppid() != self._parent
 
-    def kill_stopped(self) -> list[int]:
-        """Kill those that are stopped; returns their ids.
+    def kill_stopped(self) -> None:
+        """Kill those that are stopped.
 
         A launcher that ends its ranks waits (torchrun: 30 s) for one that cannot hear its signal.
         """
-        killed: list[int] = []
         if self._launcher is None:
-            return killed
+            return
         import psutil
 
         with suppress(psutil.Error, OSError):
-            for each in self._launcher.children():
+            for rank in self._launcher.children():
                 with suppress(psutil.Error, OSError):
-                    if each.status() == psutil.STATUS_STOPPED and _job_of(each) == self._job:
-                        each.kill()
-                        killed.append(each.pid)
-        return killed
+                    if rank.status() == psutil.STATUS_STOPPED and _job_of(rank) == self._job:
+                        rank.kill()
 
 
 def _job_of(process: psutil.Process) -> str:

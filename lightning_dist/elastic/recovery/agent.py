@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.elastic.launcher.planned_stops import PlannedStops
+from lightning_dist.elastic.planned_stops import PlannedStops
 from lightning_dist.elastic.private import close_output, store_of_rendezvous
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
 from lightning_dist.elastic.recovery.coordinator import (
@@ -40,9 +40,9 @@ log = get_logger(__name__)
 LOOK_SECONDS, STORE_SECONDS, NODES_SECONDS = 0.01, 0.05, 1.0
 """Between looks at processes, at the store of recovery, and for nodes that wait."""
 END_SECONDS = 5.0
-"""For workers to end by themselves when there can be no generation, and for other launchers."""
+"""Time for workers to end by themselves where there can be no generation, and for launchers."""
 JOIN_TIMEOUT = timedelta(seconds=5)
-"""For the store of a job to answer; it may have died with its launcher."""
+"""Time for the store of a job to answer; it may have died with its launcher."""
 ALL_STOP = (EXIT_RESTART, EXIT_UNSAVED, EXIT_LEAVE)
 """Exit codes that all workers have together."""
 
@@ -62,7 +62,7 @@ class RecoveringAgent(PlannedStops):
     _is_recovering = False
     """A generation has been made in this start."""
     _forks: ForkServer | None = None
-    """From the first generation to the end of this launcher; None where workers cannot be forks."""
+    """Server of forks, from the first generation on; None where workers cannot be forks."""
     _ended: dict[int, int]
     """Exit codes of processes that are not replaced, or not yet, by local rank."""
     _end_by: float
@@ -94,7 +94,7 @@ class RecoveringAgent(PlannedStops):
         self._node = RecoveryNode(
             store.get(key).decode(), ranks=spec.local_world_size, min_workers=settings.min_workers
         )
-        self._node.come(worker_group.group_rank)
+        self._node.join(worker_group.group_rank)
 
     def _join_recovery(self, worker_group: WorkerGroup) -> bool:
         """Start workers beside those that are in a generation already, if there are any.
@@ -121,7 +121,7 @@ class RecoveringAgent(PlannedStops):
             newest = node.newest()
             if newest.number < 0 or newest.ends or node.is_over():
                 return False
-            number = node.come()
+            number = node.join()
         except RuntimeError as error:  # of the store
             log.info("recovery: no job to join at %s: %s", address, error)
             return False
@@ -352,7 +352,9 @@ class _Replacement(SubprocessHandler):
 
     def _popen(self, args: Any, env: dict[str, str]) -> Any:
         self._stdout, self._stderr = self._files
-        outputs = [file.fileno() if file else own for own, file in enumerate(self._files, 1)]
+        outputs = [
+            file.fileno() if file else descriptor for descriptor, file in enumerate(self._files, 1)
+        ]
         forked = self._forks and self._forks.start(args, env, outputs=outputs)
         return forked or super()._popen(args, env)
 
@@ -360,7 +362,9 @@ class _Replacement(SubprocessHandler):
 def _how(code: int) -> str:
     """The signal or exit code that has ended a process; empty for exit code 0."""
     if code < 0:
-        return {each.value: each.name for each in signal.Signals}.get(-code, f"signal {-code}")
+        return {number.value: number.name for number in signal.Signals}.get(
+            -code, f"signal {-code}"
+        )
     return f"exit code {code}" if code else ""
 
 
@@ -385,7 +389,7 @@ def _key(spec: WorkerSpec) -> str:
 
 
 def _success(worker_group: WorkerGroup) -> RunResult:
-    values = {each.global_rank: None for each in worker_group.workers}
+    values = {worker.global_rank: None for worker in worker_group.workers}
     return RunResult(WorkerState.SUCCEEDED, return_values=values)
 
 

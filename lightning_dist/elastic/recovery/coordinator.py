@@ -33,7 +33,7 @@ from lightning_dist.ranks.launch import RECOVERY_STORE
 log = get_logger(__name__)
 
 
-QUIET_SECONDS, BUSY_SECONDS, CARE_SECONDS = 0.02, 0.005, 0.5
+QUIET_SECONDS, BUSY_SECONDS, CHECK_SECONDS = 0.02, 0.005, 0.5
 """Pauses between two looks: while all train, while a generation ends, and at every beat."""
 
 
@@ -106,6 +106,8 @@ class Coordinator:
         self.newest = Generation(-1)
         self.is_over = False
         """All members have ended with 0."""
+        self.ended = ""
+        """Reason why it makes no more generations; empty while it does."""
         self._store = store
         self._settings = settings
         self._places = places
@@ -116,11 +118,11 @@ class Coordinator:
         self._dead: dict[str, str] = {}
         self._done: dict[str, str] = {}
         self._beats: dict[str, tuple[bytes, float]] = {}
-        self._looked = self._cared = float("-inf")
+        self._polled = self._checked = float("-inf")
         self._ends = False  # whether this generation does
         self._reported: float | None = None  # since when a member of it has
 
-    def look(self, now: float) -> float:
+    def poll(self, now: float) -> float:
         """Look at the store, and make a generation where one is due.
 
         Args:
@@ -130,14 +132,14 @@ class Coordinator:
             Seconds until the next look.
         """
         # While this process did not run either, silence says nothing about workers.
-        pause = max(0.0, now - self._looked - 1.0) if self._beats else 0.0
+        pause = max(0.0, now - self._polled - 1.0) if self._beats else 0.0
         self._beats = {name: (beat, at + pause) for name, (beat, at) in self._beats.items()}
-        self._looked = now
+        self._polled = now
         for index in range(len(self._names), self._store.add(Keys.workers, 0)):
             self._names.append(self._store.get(Keys.worker(index)).decode())
-        if now - self._cared >= CARE_SECONDS:
-            self._cared = now
-            self._care(now)
+        if now - self._checked >= CHECK_SECONDS:
+            self._checked = now
+            self._check_workers(now)
         self._read_newcomers()
         if self.newest.members and not self._is_ending():
             return QUIET_SECONDS
@@ -148,7 +150,7 @@ class Coordinator:
             self._reported = now
         if now - (self._reported or now) > self._settings.report_timeout:
             late = [name for name in self.newest.members if name not in reports]
-        made = next_generation(
+        generation = next_generation(
             self.newest,
             reports,
             ready=self._ready,
@@ -157,15 +159,31 @@ class Coordinator:
             min_workers=max(fewest, 0 if self.newest.members else self._places),
             max_workers=self._settings.max_workers,
         )
-        if made is not None:
-            self._publish(replace(made, waiting=self._waiting + made.waiting))
+        if generation is not None:
+            self._publish(replace(generation, waiting=self._waiting + generation.waiting))
         return BUSY_SECONDS if self._ends else QUIET_SECONDS
 
-    def end(self, reason: str) -> None:
-        """Tell all that there will be no generation any more."""
-        self._publish(Generation(self.newest.number + 1, ends=reason))
+    def run(self, stop: threading.Event) -> None:
+        """Look again and again until ``stop``, or the end of the job, of recovery or of the store.
 
-    def _care(self, now: float) -> None:
+        The body of a thread; :attr:`ended` says why it has come to its end by itself.
+        """
+        pause = 0.0
+        try:
+            while not stop.wait(pause):
+                pause = self.poll(time.monotonic())
+                if self.newest.ends:
+                    self.ended = self.newest.ends
+                    return
+        except Exception as error:  # whatever it is, nobody else would make generations
+            self.ended = f"{type(error).__name__} in the coordinator: {error}"
+            log.warning("recovery: %s", self.ended)
+            try:
+                self._publish(Generation(self.newest.number + 1, ends=self.ended))
+            except Exception:
+                log.warning("recovery: the store is unavailable; workers cannot be notified")
+
+    def _check_workers(self, now: float) -> None:
         """Note workers that are dead or have ended, and those that send no beats any more."""
         for name in self._names:
             if name in self._dead or name in self._done:
@@ -180,14 +198,14 @@ class Coordinator:
                 if beat != last:
                     self._beats[name] = (beat, now)
                 elif now - since > self._settings.beat_timeout:
-                    self._bury(name, f"no heartbeat for {now - since:.1f} s")
+                    self._declare_dead(name, f"no heartbeat for {now - since:.1f} s")
         members = self.newest.members
         if members and not self.is_over and all(name in self._done for name in members):
             self.is_over = True
             self._store.set(Keys.over, "1")
 
-    def _bury(self, name: str, reason: str) -> None:
-        """Its agent kills it, if it lives."""
+    def _declare_dead(self, name: str, reason: str) -> None:
+        """Note that a worker is dead: its agent kills it, if it lives."""
         self._dead[name] = reason
         self._store.set(Keys.dead(name), reason)
 
@@ -208,12 +226,16 @@ class Coordinator:
             # If one pauses for newcomers all do.
             if self._store.check([broken]) or any(name in self._dead for name in members):
                 if not self._store.check([broken]):
-                    gone = [f"worker {n}: {self._dead[n]}" for n in members if n in self._dead]
-                    self._store.set(broken, "; ".join(gone))
+                    reasons = [
+                        f"worker {name}: {self._dead[name]}"
+                        for name in members
+                        if name in self._dead
+                    ]
+                    self._store.set(broken, "; ".join(reasons))
             elif not self._store.check([Keys.report(number, members[0])]):
                 return False
             self._ends = True
-        self._cared = float("-inf")  # from now on at every look
+        self._checked = float("-inf")  # from now on at every look
         return True
 
     def _reports(self) -> dict[str, WorkerReport]:
@@ -224,64 +246,36 @@ class Coordinator:
                 reports[name] = decode_report(self._store.get(key))
         return reports
 
-    def _publish(self, made: Generation) -> None:
-        left_out = [n for n in self.newest.members if n not in made.members and not made.ends]
-        self._store.set(Keys.generation(made.number), encode(made))
-        self._store.set(Keys.newest, str(made.number))
+    def _publish(self, generation: Generation) -> None:
+        left_out = [
+            name
+            for name in self.newest.members
+            if name not in generation.members and not generation.ends
+        ]
+        self._store.set(Keys.generation(generation.number), encode(generation))
+        self._store.set(Keys.newest, str(generation.number))
         for name in left_out:
             if name not in self._dead and name not in self._done:
-                self._bury(name, f"excluded from generation {made.number}: it did not report")
-        self.newest = made
-        self._had.update(made.members)
-        for name in (*made.members, *made.refused):
+                self._declare_dead(
+                    name, f"excluded from generation {generation.number}: it did not report"
+                )
+        self.newest = generation
+        self._had.update(generation.members)
+        for name in (*generation.members, *generation.refused):
             self._ready.pop(name, None)
             self._had.add(name)
-        self._ends, self._reported, self._cared = False, None, float("-inf")
-        log.info("recovery: %s", describe(made))
+        self._ends, self._reported, self._checked = False, None, float("-inf")
+        log.info("recovery: %s", describe(generation))
 
 
-def describe(made: Generation) -> str:
-    """``made`` in one line, for people."""
-    if made.ends:
-        return f"all workers stop, to restart from a checkpoint: {made.ends}"
-    why = f" ({made.reason})" if made.reason else ""
-    refused = f"; refused: {', '.join(made.refused)}" if made.refused else ""
-    return (
-        f"generation {made.number}: {len(made.members)} workers at step {made.step}{why}{refused}"
-    )
-
-
-class CoordinatorThread(threading.Thread):
-    """Runs a coordinator until the end of the job, of recovery, or of the store."""
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        super().__init__(name="recovery coordinator", daemon=True)
-        self.coordinator = coordinator
-        self.ended = ""
-        """Reason why it makes no more generations; empty while it does."""
-        self._stop_event = threading.Event()
-
-    def run(self) -> None:
-        """Look again and again."""
-        pause = 0.0
-        try:
-            while not self._stop_event.wait(pause):
-                pause = self.coordinator.look(time.monotonic())
-                if self.coordinator.newest.ends:
-                    self.ended = self.coordinator.newest.ends
-                    return
-        except Exception as error:  # whatever it is, nobody else would make generations
-            self.ended = f"{type(error).__name__} in the coordinator: {error}"
-            log.warning("recovery: %s", self.ended)
-            try:
-                self.coordinator.end(self.ended)
-            except Exception:
-                log.warning("recovery: the store is unavailable; workers cannot be notified")
-
-    def close(self) -> None:
-        """End it, and wait for that."""
-        self._stop_event.set()
-        self.join()
+def describe(generation: Generation) -> str:
+    """``generation`` in one line, for people."""
+    if generation.ends:
+        return f"all workers stop, to restart from a checkpoint: {generation.ends}"
+    why = f" ({generation.reason})" if generation.reason else ""
+    refused = f"; refused: {', '.join(generation.refused)}" if generation.refused else ""
+    members = f"{len(generation.members)} workers at step {generation.step}"
+    return f"generation {generation.number}: {members}{why}{refused}"
 
 
 _TIMEOUT = timedelta(seconds=60)
@@ -304,19 +298,25 @@ class RecoveryHost:
         self._server = TCPStore(host, 0, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
         self.address = f"{host}:{self._server.port}"
         PrefixStore(ROOT, self._server).add(Keys.nodes, nodes)
-        self._thread = CoordinatorThread(
-            Coordinator(connect(self.address), settings, places=places)
+        self._coordinator = Coordinator(connect(self.address), settings, places=places)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._coordinator.run,
+            args=(self._stop,),
+            name="recovery coordinator",
+            daemon=True,
         )
         self._thread.start()
 
     @property
     def ended(self) -> str:
         """Reason why no more generations are made; empty while they are."""
-        return self._thread.ended
+        return self._coordinator.ended
 
     def close(self) -> None:
         """End the coordinator and the store."""
-        self._thread.close()
+        self._stop.set()
+        self._thread.join()
         del self._server
 
 
@@ -345,14 +345,14 @@ class RecoveryNode:
     ) -> None:
         self.address = address
         self.workers: list[Worker] = []
-        """By local rank, those that were started last."""
+        """Workers that were started last, by local rank."""
         self._store = connect(address, timeout)
         self._ranks, self._min_workers = ranks, min_workers
         self._newest = Generation(-1)
         self.refused: set[str] = set()
         """Workers that no generation wants."""
 
-    def come(self, node: int | None = None) -> int:
+    def join(self, node: int | None = None) -> int:
         """Take part as ``node``; None: as one that nobody was before. Returns which."""
         if node is None:
             node = self._store.add(Keys.nodes, 1) - 1
@@ -375,8 +375,8 @@ class RecoveryNode:
         """The newest generation; its number is -1 before the first."""
         if self._store.check([Keys.newest]):
             number = int(self._store.get(Keys.newest))
-            for each in range(self._newest.number + 1, number + 1):
-                self._newest = decode_generation(self._store.get(Keys.generation(each)))
+            for missed in range(self._newest.number + 1, number + 1):
+                self._newest = decode_generation(self._store.get(Keys.generation(missed)))
                 self.refused.update(self._newest.refused)
         return self._newest
 
@@ -384,8 +384,8 @@ class RecoveryNode:
         """Modules that the first workers have imported; none where no worker has written them."""
         if not self._store.check([Keys.modules]):
             return []
-        found: list[str] = json.loads(self._store.get(Keys.modules))
-        return found
+        modules: list[str] = json.loads(self._store.get(Keys.modules))
+        return modules
 
     def is_over(self) -> bool:
         """Whether all workers of the newest generation, on all nodes, have ended with 0."""

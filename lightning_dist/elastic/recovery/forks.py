@@ -24,7 +24,7 @@ from lightning_dist.elastic.recovery.fork_server import (
 log = get_logger(__name__)
 
 START_SECONDS, FORK_SECONDS = 120.0, 5.0
-"""For the server to import, and to fork."""
+"""Time limits of the server: to import, and to fork."""
 _OF_ONE_WORKER = (
     *("RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE", "LIGHTNING_DIST_WORKER"),
 )

@@ -33,7 +33,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import new_group, set_group_timeout
 from lightning_dist.elastic.private import all_groups, forget_group_numbers
-from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
+from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, Ended, is_of_a_peer
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, WorkerReport
 from lightning_dist.ranks.agreement import Membership
@@ -43,7 +43,7 @@ log = get_logger(__name__)
 
 
 _CONNECT = timedelta(seconds=10)
-"""For the members of a generation to connect, and of the first collectives among them."""
+"""Time limit of connecting the members of a generation, and of their first collectives."""
 _LAST_SECONDS = 2.0
 
 
@@ -161,70 +161,66 @@ class GenerationGroups:
         """
         with self._lock:
             sockets, self._sockets = self._sockets + self._new(), []
-        for each in sockets:
+        for connection in sockets:
             with suppress(OSError):  # the peer was faster
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
 
 def _descriptors() -> set[tuple[int, int]]:
     """Sockets of this process, by descriptor and inode."""
-    found = set()
+    descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             status = os.stat(f"/proc/self/fd/{name}")
             if stat.S_ISSOCK(status.st_mode):
-                found.add((int(name), status.st_ino))
-    return found
+                descriptors.add((int(name), status.st_ino))
+    return descriptors
 
 
 def _ports_of_all(descriptors: set[tuple[int, int]]) -> set[int]:
     """Ports on which any member listens with sockets that are new. Collective."""
-    own: list[int] = []
-    found: list[list[int]] = [[]] * dist.get_world_size()
-    for each in _duplicates(descriptors):
-        with each:
-            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                own.append(each.getsockname()[1])
-    dist.all_gather_object(found, own)
-    return {port for ports in found for port in ports}
+    own_ports: list[int] = []
+    by_rank: list[list[int]] = [[]] * dist.get_world_size()
+    for duplicate in _duplicates(descriptors):
+        with duplicate:
+            if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                own_ports.append(duplicate.getsockname()[1])
+    dist.all_gather_object(by_rank, own_ports)
+    return {port for ports in by_rank for port in ports}
 
 
 def _connected(
     descriptors: set[tuple[int, int]], ports: Collection[int] | None
 ) -> list[socket.socket]:
     """Connections from or to one of ``ports``; None: all."""
-    found = []
-    for each in _duplicates(descriptors):
+    connections = []
+    for duplicate in _duplicates(descriptors):
         ends: set[int] = set()
         with suppress(OSError):  # one that listens: gloo ends the process where it fails
-            ends = {each.getpeername()[1], each.getsockname()[1]}
+            ends = {duplicate.getpeername()[1], duplicate.getsockname()[1]}
         if ends if ports is None else ends.intersection(ports):
-            found.append(each)
+            connections.append(duplicate)
         else:
-            each.close()
-    return found
+            duplicate.close()
+    return connections
 
 
 def _duplicates(descriptors: set[tuple[int, int]]) -> list[socket.socket]:
     """Duplicates of TCP sockets, which are closed without closing another one by mistake."""
-    found = []
+    duplicates = []
     for number, _ in descriptors:
         with suppress(OSError):
-            each = socket.socket(fileno=os.dup(number))
-            if each.family in (socket.AF_INET, socket.AF_INET6):
-                found.append(each)
+            duplicate = socket.socket(fileno=os.dup(number))
+            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                duplicates.append(duplicate)
             else:
-                each.close()
-    return found
+                duplicate.close()
+    return duplicates
 
 
 _TRIES = 5
 """Generations of the same members without a step, after which an error is the user's."""
-
-
-class Ended(SystemExit):
-    """This process cannot go on, and is started again."""
 
 
 class Generations:
@@ -237,87 +233,44 @@ class Generations:
     def __init__(self, environment: RecoveryEnvironment) -> None:
         self.on_broken: Callable[[], None] = lambda: None
         """Called from a thread when this generation is known to be at its end, maybe repeatedly."""
-        self.progress: Callable[[], int] = lambda: 0
-        """Number of waits of this worker for others, in this generation."""
         self.groups = GenerationGroups()
         self._members: Membership | None = None
-        try:
-            self._member = Member(
-                environment, on_broken=self._break, progress=lambda: self.progress()
-            )
-        except StoreLostError as error:
-            self.end(str(error), code=EXIT_RESTART)
+        with self._needing_store():
+            self.member = Member(environment, on_broken=self._break)
+            """This worker in the launcher's store."""
         self._tries = self._size = 0
 
-    @property
-    def name(self) -> str:
-        """Of this worker."""
-        return self._member.name
-
-    @property
-    def now(self) -> Generation:
-        """The present one."""
-        return self._member.generation
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether this generation is known to be at its end."""
-        return self._member.is_broken
-
-    @property
-    def waiting(self) -> int:
-        """Newcomers that the next generation admits, so that all should pause."""
-        return self._member.waiting
-
-    def waits_for_another(self) -> bool:
-        """Whether another member has not come as far as this one. From any thread."""
-        return self._member.waits_for_another()
-
-    def lapsed(self) -> str:
-        """Reason why another rank may write in the place of this one. From any thread."""
-        return self._member.lapsed()
+    @contextmanager
+    def _needing_store(self) -> Iterator[None]:
+        """End this process if the store is gone inside: nobody knows then who takes part."""
+        try:
+            yield
+        except StoreLostError as error:
+            self.end(str(error), code=EXIT_RESTART)
 
     def finds_others(self) -> bool:
         """Whether there is a generation already, so that this worker joins others."""
-        try:
-            return self._member.finds_others()
-        except StoreLostError as error:
-            self.end(str(error), code=EXIT_RESTART)
+        with self._needing_store():
+            return self.member.finds_others()
 
     def announce(self, fingerprint: str) -> Generation:
         """Say that this worker is ready, and wait for the first generation with it."""
-        try:
-            return self._member.announce(fingerprint)
-        except StoreLostError as error:
-            self.end(str(error), code=EXIT_RESTART)
-
-    def report(self, report: WorkerReport) -> Generation:
-        """End this generation here, and wait for the next one.
-
-        Raises:
-            StoreLostError: the store is gone.
-        """
-        return self._member.report(report)
+        with self._needing_store():
+            return self.member.announce(fingerprint)
 
     def after(self, report: WorkerReport) -> Generation:
-        """The same, and the end of this process where there can be none."""
-        try:
-            return self._member.report(report)
-        except StoreLostError as error:
-            self.end(str(error), code=EXIT_RESTART)
-
-    def break_off(self, reason: str) -> None:
-        """Let all members of this generation know that it cannot go on. Returns at once."""
-        self._member.break_off(reason)
+        """End this generation here, and wait for the next one."""
+        with self._needing_store():
+            return self.member.report(report)
 
     def lost(self, error: RuntimeError) -> None:
         """A collective has failed; raises ``error`` if that is nobody's loss."""
         if isinstance(error, StoreLostError):
             self.end(str(error), code=EXIT_RESTART)
         is_lost = is_of_a_peer(error) or isinstance(error, dist.DistError)
-        if not (self._member.is_broken or is_lost):
+        if not (self.member.is_broken or is_lost):
             raise error
-        self._member.break_off(str(error))
+        self.member.abort(str(error))
 
     def enter(
         self, generation: Generation, *, has_state: bool, failure: BaseException | None = None
@@ -333,7 +286,7 @@ class Generations:
             RuntimeError: a member is lost meanwhile.
         """
         self._require_place(generation, has_state=has_state)
-        rank, size = generation.members.index(self.name), len(generation.members)
+        rank, size = generation.members.index(self.member.name), len(generation.members)
         self._tries = 0 if generation.newcomers or size < self._size else self._tries + 1
         self._size = size
         if self._tries > _TRIES:
@@ -341,14 +294,14 @@ class Generations:
                 f"{_TRIES} generations of the same step have failed: {generation.reason}"
             ) from failure
         self._members = None
-        self._member.rendezvous()
-        number, member = generation.number, self._member
+        self.member.rendezvous()
+        number, member = generation.number, self.member
         with self.groups.made(
             member.connect, port=member.port, number=number, rank=rank, world_size=size
         ):
             data, control = self.groups.new(), self.groups.new()
             members = self._members = Membership(generation=number, make=self.groups.new)
-        if self._member.is_broken:
+        if self.member.is_broken:
             self.groups.shut()
             raise RuntimeError("a member was lost while process groups were created")
         return members, data, control
@@ -356,14 +309,14 @@ class Generations:
     def _require_place(self, generation: Generation, *, has_state: bool) -> None:
         if generation.ends:
             self.end(generation.ends, code=EXIT_RESTART)
-        if self.name in generation.refused:
+        if self.member.name in generation.refused:
             raise ValueError(
                 "this worker's model, settings or versions differ from those of the training that "
                 "it would join; start the same script with the same packages on all nodes"
             )
-        if self.name not in generation.members:
+        if self.member.name not in generation.members:
             self.end("a generation was formed without this worker", code=EXIT_EVICTED)
-        if self.name in generation.heals and has_state:
+        if self.member.name in generation.heals and has_state:
             self.end("this worker is behind the others", code=EXIT_RESTART)
 
     def took_step(self) -> None:

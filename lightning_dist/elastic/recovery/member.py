@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
@@ -19,7 +20,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
     TCPStore,
 )
 
-from lightning_dist.elastic.launcher.store import NoAnswerError, await_answer
 from lightning_dist.elastic.recovery.coordinator import CoordinatorSettings
 from lightning_dist.elastic.recovery.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
@@ -35,6 +35,9 @@ from lightning_dist.elastic.recovery.protocol import (
 from lightning_dist.ranks.launch import RECOVERY_STORE
 
 _T = TypeVar("_T")
+
+_STORE = "the launcher's store"
+"""Name of the store in errors."""
 
 BEAT_SECONDS = 0.5
 _QUIET, _BUSY = 0.02, 0.003
@@ -98,11 +101,60 @@ class RecoveryEnvironment:
             )
 
         with _one_error():
-            return PrefixStore(ROOT, await_answer(looks(), limit=self.report_timeout))
+            return PrefixStore(ROOT, await_answer(looks(), limit=self.report_timeout, store=_STORE))
 
 
 class StoreLostError(RuntimeError):
     """The launcher's store does not answer: nobody knows who takes part."""
+
+
+def await_answer(
+    looks: Iterable[_T | None],
+    *,
+    limit: float,
+    store: str,
+    started: Callable[[threading.Thread], None] = lambda thread: None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> _T:
+    """The first of ``looks`` at a store that is not None, each within ``limit`` seconds.
+
+    In a thread: whoever asks a store that is stopped, or connects to it, is blocked, whatever its
+    timeout.
+
+    Args:
+        store: its name in the error.
+        started: called with that thread.
+        is_over: nobody waits for an answer any more.
+
+    Raises:
+        TimeoutError: a look took longer.
+    """
+    answers: SimpleQueue[_T | Exception | None] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            for answer in looks:
+                answers.put(answer)
+                if answer is not None or is_over():
+                    return
+        except Exception as error:  # it is raised where the answer is waited for
+            answers.put(error)
+
+    thread = threading.Thread(target=ask, name="look at the store", daemon=True)
+    started(thread)
+    thread.start()
+    while True:
+        try:
+            answer = answers.get(timeout=limit)
+        except Empty:
+            raise TimeoutError(
+                f"{store} does not answer: it must answer within {limit:g} s; see whether its "
+                "launcher is stopped or cut off"
+            ) from None
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is not None:
+            return answer
 
 
 class Member:
@@ -112,7 +164,6 @@ class Member:
         environment: of the worker.
         on_broken: called from a thread as soon as it is known that this generation cannot go on,
             and again until this worker is in the next one: its groups may still be made.
-        progress: how often this worker has come to where it waits for others, in this generation.
     """
 
     def __init__(
@@ -120,15 +171,17 @@ class Member:
         environment: RecoveryEnvironment,
         *,
         on_broken: Callable[[], None],
-        progress: Callable[[], int] = lambda: 0,
     ) -> None:
         self._environment = environment
         self.name = str(environment.worker)
         self.generation = Generation(NOT_YET)
         self.store = environment.connect()
-        """For process groups and reports; used by one thread at a time."""
+        """Client for process groups and reports; used by one thread at a time."""
         self._watched = environment.connect()
-        self._on_broken, self._progress = on_broken, progress
+        self._on_broken = on_broken
+        self.progress: Callable[[], int] = lambda: 0
+        """Number of times that this worker has come to where it waits for others, in this
+        generation."""
         self._has_reported = False
         self._reason = ""  # why this generation is broken, as far as is known here
         self._waiting = 0  # newcomers so far
@@ -146,7 +199,7 @@ class Member:
 
     @property
     def port(self) -> int:
-        """Of the store."""
+        """Port of the store."""
         return self._environment.port
 
     @property
@@ -187,12 +240,12 @@ class Member:
             )
             newest = -1
             while True:  # a spare waits as long as all places are taken
-                number = self._newest(newest)
-                for each in range(newest + 1, number + 1):
-                    found = self._read(each)
-                    if self.name in (*found.members, *found.refused) or found.ends:
-                        yield found
-                newest = max(newest, number)
+                last = self._newest(newest)
+                for number in range(newest + 1, last + 1):
+                    generation = self._read(number)
+                    if self.name in (*generation.members, *generation.refused) or generation.ends:
+                        yield generation
+                newest = max(newest, last)
                 yield None
 
         return self._enter(self._ask(looks()))
@@ -250,14 +303,16 @@ class Member:
 
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""
-        own, others = self._where, [n for n in self.generation.members if n != self.name]
+        here, others = self._where, [name for name in self.generation.members if name != self.name]
 
         def looks() -> Iterator[bool]:
             store = self.connect()
             beats = [
-                store.get(Keys.beat(n)).decode() for n in others if store.check([Keys.beat(n)])
+                store.get(Keys.beat(name)).decode()
+                for name in others
+                if store.check([Keys.beat(name)])
             ]
-            yield any(_where_of(beat) < own for beat in beats)
+            yield any(_where_of(beat) < here for beat in beats)
 
         with suppress(RuntimeError):  # of the store; the others are notified
             return self._ask(looks(), limit=_CONNECT)
@@ -276,10 +331,10 @@ class Member:
 
     @property
     def _where(self) -> tuple[int, int]:
-        progress = _REPORTED if self._has_reported else self._progress()
+        progress = _REPORTED if self._has_reported else self.progress()
         return self.generation.number, progress
 
-    def break_off(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Let all members of this generation know that it cannot go on. Returns at once."""
         self._note(self.generation.number, reason or "an exchange has failed")
 
@@ -291,7 +346,13 @@ class Member:
 
         limit = self._environment.report_timeout if limit is None else limit
         with _one_error():
-            return await_answer(looks, limit=limit, started=started, is_over=lambda: self._is_over)
+            return await_answer(
+                looks,
+                limit=limit,
+                store=_STORE,
+                started=started,
+                is_over=lambda: self._is_over,
+            )
 
     def _newest(self, before: int) -> int:
         """The number of the newest generation, once it is greater than ``before``, or soon."""
@@ -327,7 +388,7 @@ class Member:
                     self._answered = sent  # a set alone waits for no answer
                 self._watch_generation(number)
             except Exception as error:
-                self.break_off(f"the launcher's store is unavailable: {error}")
+                self.abort(f"the launcher's store is unavailable: {error}")
                 return
 
     def _watch_generation(self, number: int) -> None:
@@ -366,9 +427,6 @@ def _one_error() -> Iterator[None]:
     except StoreLostError:
         raise
     except RuntimeError as error:
-        raise StoreLostError(f"the launcher's store does not answer: {error}") from error
-    except NoAnswerError as error:
-        raise StoreLostError(
-            f"the launcher's store does not answer: {error}, or set LIGHTNING_DIST_REPORT_TIMEOUT "
-            "higher"
-        ) from error
+        raise StoreLostError(f"{_STORE} does not answer: {error}") from error
+    except TimeoutError as error:
+        raise StoreLostError(f"{error}, or set LIGHTNING_DIST_REPORT_TIMEOUT higher") from error

@@ -251,7 +251,7 @@ def next_generation(
     )
     if step < 0:
         return end("no remaining worker has the state of training")
-    known = {each.fingerprint for each in (reports[name] for name in stopped)} or {
+    known = {report.fingerprint for report in (reports[name] for name in stopped)} or {
         ready[name].fingerprint for name in newcomers
     }
     if not now.members and len(known) > 1:
@@ -266,7 +266,7 @@ def next_generation(
         return end(few, refused)
     reasons += [f"worker {name} has joined" for name in admitted if now.members]
     newest = [name for name in stopped if reports[name].step == step]
-    commits = [n for n in stopped if reports[n].holds and reports[n].step == step - 1]
+    commits = [name for name in stopped if reports[name].holds and reports[name].step == step - 1]
     heals = [name for name in stopped if name not in newest and name not in commits]
     return Generation(
         number,
@@ -316,13 +316,13 @@ class OutageReport:
     @property
     def line(self) -> str:
         """The event in one line, for people."""
-        what = self.reason or "process groups rebuilt"
+        reason = self.reason or "process groups rebuilt"
         next_step = f"step {self.step + 1} is repeated" if self.is_redone else ""
         lost = f"residuals of norm {self.norm_lost:.3g} lost" if self.norm_lost else ""
         taken = f"residuals of {', '.join(self.taken_over)} taken over" if self.taken_over else ""
         residuals = ", ".join(filter(None, (lost, taken)))
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
-        parts = filter(None, (what, next_step, residuals, f"paused {self.pause_s:.2f} s"))
+        parts = filter(None, (reason, next_step, residuals, f"paused {self.pause_s:.2f} s"))
         return (
             f"elastic: {ranks} after step {self.step}, within the process (generation "
             f"{self.generation}): {'; '.join(parts)}"

@@ -9,12 +9,14 @@ ones. The same scaling holds where ranks join without residuals.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,7 +58,7 @@ def require_recoverable(model: DistributedDataParallel) -> Reducer:
             "recovery='in_process' supports gloo on CPUs only, and the model is on "
             f"{model.device}; use recovery='restart'"
         )
-    if any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ValueError(
             "SyncBatchNorm exchanges in the forward pass, which fails if a rank is lost; use "
             "BatchNorm, or recovery='restart'"
@@ -101,8 +103,8 @@ def compile_ahead(reducer: Reducer, *, flat: bool) -> None:
     if tree is not None:
         leader = settings.hierarchical == "leader"
         network = in_levels(network, tree, leader=leader, new_group=lambda ranks: group)
-    trained = [as_real(each) for each in reducer.names if each.requires_grad]
-    gradients = [(each.dtype, each.numel()) for each in trained]
+    trained = [as_real(parameter) for parameter in reducer.names if parameter.requires_grad]
+    gradients = [(parameter.dtype, parameter.numel()) for parameter in trained]
     compile_kernels(reducer, gradients, says=launch.rank == 0, ahead=network)
 
 
@@ -128,12 +130,12 @@ def regroup(
     """
     settings, world = reducer.settings, dist.group.WORLD
     assert world is not None
-    own = {"node": host_name(), "levels": reducer.network.intra is not None}
+    facts = {"node": host_name(), "levels": reducer.network.intra is not None}
     limit = WaitLimit(settings.exchange_timeout)
-    facts = all_facts(own, group=control, device=_CPU, limit=limit)
+    by_rank = all_facts(facts, group=control, device=_CPU, limit=limit)
     topology, tree = topology_of(
         settings.flat() if flat else settings,
-        nodes=[fact["node"] for fact in facts],
+        nodes=[facts["node"] for facts in by_rank],
         rank=world.rank(),
         needs_levels=begins,
     )
@@ -142,13 +144,25 @@ def regroup(
     if tree is not None:
         leader = settings.hierarchical == "leader"
         with groups.growing():
-            made = groups_of(tree, leader=leader, make=groups.new)
+            groups_by_ranks = groups_of(tree, leader=leader, make=groups.new)
         network = in_levels(
-            network, tree, leader=leader, new_group=lambda ranks: made[tuple(ranks)]
+            network, tree, leader=leader, new_group=lambda ranks: groups_by_ranks[tuple(ranks)]
         )
-    reducer.rebind(network, averages=any(fact["levels"] for fact in facts))
+    reducer.rebind(network, averages=any(facts["levels"] for facts in by_rank))
     model.forward_sync_buffers = False  # they are sent between steps, where that may fail
     rebuild_ddp(model, world)
+
+
+def set_framework_rank(*, rank: int, world_size: int) -> None:
+    """Let functions of Lightning and Accelerate that ask for a rank have the present one."""
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]  # where Lightning keeps it
+    if "accelerate" not in sys.modules:
+        return
+    from accelerate.state import AcceleratorState, PartialState, is_initialized
+
+    if is_initialized():
+        for state in (PartialState(), AcceleratorState()):
+            state.num_processes, state.process_index = world_size, rank
 
 
 def from_rank(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
@@ -157,18 +171,18 @@ def from_rank(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
     Args:
         to: ranks that need it, others get None; None: all.
     """
-    file, own = io.BytesIO(), dist.get_rank()
-    if own == rank:
+    file, here = io.BytesIO(), dist.get_rank()
+    if here == rank:
         torch.save(state, file)
-    elif to is not None and own not in to:
+    elif to is not None and here not in to:
         return None
     size = torch.tensor([file.tell()])
     _send(size, rank=rank, to=to)
-    if own != rank:
+    if here != rank:
         file.seek(int(size) - 1)
         file.write(b"\0")
     _send(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), rank=rank, to=to)
-    if own == rank:
+    if here == rank:
         return state
     file.seek(0)
     return torch.load(file, weights_only=False)
@@ -180,8 +194,8 @@ def _send(tensor: Tensor, *, rank: int, to: Sequence[int] | None) -> None:
     elif dist.get_rank() != rank:
         dist.recv(tensor, group_src=rank)
     else:
-        for each in to:
-            dist.send(tensor, group_dst=each)
+        for receiver in to:
+            dist.send(tensor, group_dst=receiver)
 
 
 def require_flat(settings: ExchangeSettings) -> None:
@@ -250,16 +264,16 @@ class ResidualMirror:
         if len(self._members) < 2 or step == self._step or step % self._every:
             return
         limit, state = self._reducer.network.limit, self._reducer.state
-        rank, size, own = group.rank(), group.size(), state.packed()
+        rank, size, residuals = group.rank(), group.size(), state.packed()
         # Ranks that were in other worlds before have residuals of other parameters.
-        facts = {"layout": state.layout, "double": own.dtype == torch.float64}
-        before = all_facts(facts, group=group, device=own.device, limit=limit)[rank - 1]
+        facts = {"layout": state.layout, "double": residuals.dtype == torch.float64}
+        before = all_facts(facts, group=group, device=residuals.device, limit=limit)[rank - 1]
         numel = sum(of_one for *_, of_one in before["layout"])
         received = torch.empty(numel, dtype=torch.float64 if before["double"] else torch.float32)
         sizes, own_sizes = [0] * size, [0] * size
-        sizes[rank - 1], own_sizes[(rank + 1) % size] = received.nbytes, own.nbytes
+        sizes[rank - 1], own_sizes[(rank + 1) % size] = received.nbytes, residuals.nbytes
         channel = Channel(group, name="mirror", limit=limit)
-        as_bytes = received.view(torch.uint8), own.view(torch.uint8)
+        as_bytes = received.view(torch.uint8), residuals.view(torch.uint8)
         channel.all_to_all(*as_bytes, sizes, own_sizes).wait()
         self._copy = received, before["layout"]
         self._step = step

@@ -22,7 +22,6 @@ from lightning_dist.elastic.data.plan import lr_factor
 from lightning_dist.elastic.private import order_buckets, send_buffers
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
-from lightning_dist.elastic.recovery.frameworks import set_framework_rank
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Outage, WorkerReport, leader_of
@@ -33,6 +32,7 @@ from lightning_dist.elastic.recovery.regroup import (
     regroup,
     require_flat,
     require_recoverable,
+    set_framework_rank,
 )
 from lightning_dist.elastic.session import ElasticSession, TrainingLoop
 from lightning_dist.ranks.agreement import Membership
@@ -69,7 +69,7 @@ class StepRecovery:
         with_closures: bool = False,
         mirror_every: int | None = None,
     ) -> None:
-        if any(isinstance(each, OneBitAdam) for each in optimizers):
+        if any(isinstance(optimizer, OneBitAdam) for optimizer in optimizers):
             raise ValueError(
                 "OneBitAdam exchanges in its step, which cannot be repeated; use another "
                 "optimizer, or recovery='restart'"
@@ -77,10 +77,12 @@ class StepRecovery:
         self.generations, self._model, self._steps = generations, model, steps
         self._optimizers, self._counted = list(optimizers), dict(counters)
         self.reducer = require_recoverable(model)
-        """Of the model."""
+        """The reducer of the model."""
         # It skips optimizers, so that no hook of theirs comes before it changes its scale.
         self._scales = self.reducer.has_grad_scaler
-        if self._scales and not any(isinstance(each, GradScaler) for each in counters.values()):
+        if self._scales and not any(
+            isinstance(counter, GradScaler) for counter in counters.values()
+        ):
             raise ValueError(
                 "Repeating a step needs the scale that its GradScaler had at the start of the "
                 "step, and new ranks need it too; give the GradScaler to ElasticLoop in state=, or "
@@ -100,7 +102,7 @@ class StepRecovery:
         if settings.compile_kernels is True and self.reducer.network.world_size == 1:
             compile_ahead(self.reducer, flat=mirror_every is not None)
         self._arrivals = 0
-        generations.progress = lambda: self._arrivals + self.reducer.arrivals
+        generations.member.progress = lambda: self._arrivals + self.reducer.arrivals
         self._taken_over = ""  # the lost worker whose residuals this rank has
         self.outage = Outage()
         self._buffers_are_sent = model.forward_sync_buffers
@@ -118,20 +120,20 @@ class StepRecovery:
 
     def pauses(self) -> bool:
         """Newcomers wait."""
-        return self.generations.waiting > 0
+        return self.generations.member.waiting > 0
 
     def failed(self, error: RuntimeError) -> None:
         """The exchange of this generation has failed."""
-        self.generations.break_off(str(error))
+        self.generations.member.abort(str(error))
 
     def vote_result(self) -> bool | None:
         """Decision of the next generation on the step whose payloads are complete."""
         try:
-            self._next = self.generations.report(self._report(holds=True, failed=True))
+            self._next = self.generations.member.report(self._report(holds=True, failed=True))
         except StoreLostError as error:
             self._store_lost = error
             return None
-        return self._next.finite if self.generations.name in self._next.commits else None
+        return self._next.finite if self.generations.member.name in self._next.commits else None
 
     # Steps, on the thread of the training.
 
@@ -140,18 +142,18 @@ class StepRecovery:
         self._arrivals += 1
         self._begun = self.reducer.step
         self._put_generators_back = rng.hold()
-        self._buffers = [(each, each.clone()) for each in self._model.module.buffers()]
+        self._buffers = [(buffer, buffer.clone()) for buffer in self._model.module.buffers()]
         self._counters: dict[str, Any] | None = None
         if self._scales:
             self._remember_counters()
 
     def _remember_counters(self) -> None:
         self._counters = {
-            name: copy.deepcopy(each.state_dict()) for name, each in self._counted.items()
+            name: copy.deepcopy(counter.state_dict()) for name, counter in self._counted.items()
         }
         self._rates = [
-            [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
-            for each in self._optimizers
+            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            for optimizer in self._optimizers
         ]
 
     @property
@@ -165,7 +167,7 @@ class StepRecovery:
         return self.reducer.failure is not None and not self.is_committed
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        if not any(optimizer is each for each in self._optimizers):
+        if not any(optimizer is known for known in self._optimizers):
             return
         closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is not None:
@@ -204,7 +206,7 @@ class StepRecovery:
         return (
             self._next is not None
             or self._store_lost is not None
-            or self.generations.is_broken
+            or self.generations.member.is_broken
             or self.reducer.failure is not None
         )
 
@@ -217,7 +219,7 @@ class StepRecovery:
         """This rank waits for others now."""
         self._arrivals += 1
 
-    def level(self) -> None:
+    def synchronize(self) -> None:
         """Do the collectives of DDP's next forward pass, which could fail there."""
         self.arrive()
         order_buckets(self._model)
@@ -245,7 +247,7 @@ class StepRecovery:
         self.outage.begin()
         generation, self._next = self._next, None
         if generation is None:
-            failed = self.generations.is_broken or self.reducer.failure is not None
+            failed = self.generations.member.is_broken or self.reducer.failure is not None
             generation = self.generations.after(self._report(failed=failed, is_closed=is_closed))
         return self._enter_one_from(generation, is_closed=is_closed)
 
@@ -286,7 +288,7 @@ class StepRecovery:
         if not generation.heals:
             return None
         rank_of = generation.members.index
-        is_source = self.generations.name == generation.source
+        is_source = self.generations.member.name == generation.source
         state = from_rank(
             give() if is_source else None,
             rank=rank_of(generation.source),
@@ -298,9 +300,9 @@ class StepRecovery:
         """This worker is where the training is."""
         self._has_state = True
         if not self.outage.reasons:  # all begin
-            self.outage = Outage(self.generations.now.members)
+            self.outage = Outage(self.generations.member.generation.members)
             if self._mirror is not None:  # where the caller has made the first generation
-                self._mirror.regroup(self.generations.now.members)
+                self._mirror.regroup(self.generations.member.generation.members)
 
     @property
     def facts(self) -> tuple[float | None, str, bool]:
@@ -312,8 +314,8 @@ class StepRecovery:
     ) -> WorkerReport:
         failure = self.reducer.failure
         return WorkerReport(
-            self.generations.name,
-            generation=self.generations.now.number,
+            self.generations.member.name,
+            generation=self.generations.member.generation.number,
             step=self._steps() if self._has_state else -1,
             holds=holds,
             finite=self.reducer.answer.finite,
@@ -409,7 +411,7 @@ class RecoverableLoop(TrainingLoop):
             try:
                 if recovery.must_change:
                     self.enter(*recovery.change())
-                recovery.level()
+                recovery.synchronize()
                 self.close_step()
                 break
             except RuntimeError as error:
@@ -420,7 +422,7 @@ class RecoverableLoop(TrainingLoop):
     def report_outage(self, recovery: StepRecovery) -> None:
         """Report the generations since the last call, if there were any."""
         if recovery.outage.reasons:
-            generation = recovery.generations.now
+            generation = recovery.generations.member.generation
             report = recovery.outage.report(generation, step=self.steps)
             recovery.outage = Outage(generation.members)
             recovery.reducer.notify_regrouped(generation.number, reason=report.reason)

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_dist.elastic.launcher.rendezvous import attempt_store
+from lightning_dist.elastic.rendezvous import attempt_store
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.private import (
     MultiProcessingLauncher,

@@ -248,8 +248,8 @@ class CompressedDDPStrategy(SyncDDPStrategy):
         generations = self.generations
         if generations is None or not isinstance(exception, RuntimeError):
             return
-        if generations.is_broken or is_of_a_peer(exception):
-            generations.break_off(str(exception))
+        if generations.member.is_broken or is_of_a_peer(exception):
+            generations.member.abort(str(exception))
             generations.end(
                 "a rank was lost outside training steps and validation, in a collective that "
                 "cannot be repeated; use those of trainer.strategy, and validate between two "

@@ -55,7 +55,7 @@ def train(folder: Path) -> None:
             for numbers, x in loop.batches():
                 assert loop.micro_batch is not None
                 begun, ids = loop.steps, [] if loop.micro_batch.begins_step else ids
-                number = -1 if generations is None else generations.now.number
+                number = -1 if generations is None else generations.member.generation.number
                 world_size = loop._run.session.members.world_size
                 worker.begin(begun, generations, world_size=world_size)
                 met("forward")

@@ -42,8 +42,8 @@ class Module(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         numbers, x = batch
         generations, step = self.trainer.strategy.generations, self.trainer.global_step
-        if (generations.now.number, step) != self._begun:
-            self._begun, self._ids = (generations.now.number, step), []
+        if (generations.member.generation.number, step) != self._begun:
+            self._begun, self._ids = (generations.member.generation.number, step), []
             self._world_size = self.trainer.world_size
             self._worker.begin(step, generations, world_size=self._world_size)
         self.met("forward")

@@ -44,8 +44,9 @@ ROOMS = {
     "Checkpoints of sharded models": ("frameworks/test_model_parallel_checkpoints.py",),
     "lightning-dist launch": (f"{_LIGHTNING}/test_launchers.py",),
     "Elastic restart": (
-        *("elastic/data", "elastic/launcher", "elastic/process", "elastic/loop/test_loop.py"),
-        *("elastic/test_journal.py", "elastic/test_progress.py"),
+        *("elastic/data", "elastic/process", "elastic/loop/test_loop.py"),
+        *("elastic/test_journal.py", "elastic/test_progress.py", "elastic/test_rendezvous.py"),
+        "elastic/test_store_queue.py",
         *("elastic/recovery/test_fork_server.py", "elastic/recovery/test_generations.py"),
         *(
             f"elastic/recovery/test_recovery_{e}.py"

@@ -29,7 +29,7 @@ from torch import nn
 
 from lightning_dist import ElasticLoop
 from lightning_dist.accelerate import AsyncStateCheckpointer
-from lightning_dist.elastic.loop.user_loop import Stopped
+from lightning_dist.elastic.process.lifecycle import Ended
 from lightning_dist.frameworks.accelerate.async_state import folders
 
 
@@ -142,7 +142,7 @@ def test_a_notice_leads_to_one_checkpoint_and_handlers_are_given_back(
 
     logger.addHandler(listening)
     try:
-        with caplog.at_level(logging.INFO, logger=logger.name), pytest.raises(Stopped) as ended:
+        with caplog.at_level(logging.INFO, logger=logger.name), pytest.raises(Ended) as ended:
             train(tmp_path / "run", "plain", watch=watch, elastic={**elastic, **asks})
     finally:
         logger.removeHandler(listening)

@@ -147,7 +147,7 @@ def _run_spare(folder: Path, python: list[str]) -> None:
         time.sleep(0.02)
     address = (folder / "store").read_text()
     node = RecoveryNode(address, ranks=4, min_workers=1)
-    node.come(0)
+    node.join(0)
     told = json.dumps({})
     environment = {**node.start(3), "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "3"}
     run([*python, LoopJob.script, folder, told], limit=200, **environment).require_success()

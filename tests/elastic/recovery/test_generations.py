@@ -48,7 +48,7 @@ def generations(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
     monkeypatch.setattr(Member, "rendezvous", lose)
     found = Generations(RecoveryEnvironment("127.0.0.1", server.port, Worker(0, 0, 0)))
     yield found
-    found._member._stop()
+    found.member._stop()
 
 
 def enter(generations: Generations, number: int, *, size: int) -> None:

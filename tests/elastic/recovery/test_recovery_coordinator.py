@@ -1,5 +1,7 @@
 """The coordinator, by a clock of the test; with real workers in `test_recovery_launcher`."""
 
+import threading
+
 import pytest
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
     HashStore,
@@ -9,7 +11,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 from lightning_dist.elastic.recovery.coordinator import (
     Coordinator,
     CoordinatorSettings,
-    CoordinatorThread,
     describe,
 )
 from lightning_dist.elastic.recovery.protocol import (
@@ -60,12 +61,12 @@ class Job:
             for name in self.names:
                 if name not in silent:
                     self.store.set(Keys.beat(name), str(self.beats))
-            self.coordinator.look(self.now)
+            self.coordinator.poll(self.now)
         return self.newest
 
     def look(self) -> Generation:
         self.now += 0.6
-        self.coordinator.look(self.now)
+        self.coordinator.poll(self.now)
         return self.newest
 
     @property
@@ -133,7 +134,7 @@ def test_silence_does_not_count_while_the_coordinator_did_not_look(three: Job) -
     """The machine was suspended, or the launcher stopped."""
     three.pass_time(2)
     three.now += 3600
-    three.coordinator.look(three.now)
+    three.coordinator.poll(three.now)
     assert three.pass_time(2).number == 0
     assert not three.store.check([Keys.broken(0)])
 
@@ -308,9 +309,8 @@ def test_settings_that_cannot_be(name: str, value: str, told: str) -> None:
 def test_an_error_of_the_store_ends_it_with_a_reason() -> None:
     store = PrefixStore(ROOT, HashStore())
     store.set(Keys.workers, "not a number")
-    thread = CoordinatorThread(Coordinator(store, SETTINGS, places=1))
-    thread.start()
-    thread.join(60)
-    assert "in the coordinator" in thread.ended
+    coordinator = Coordinator(store, SETTINGS, places=1)
+    coordinator.run(threading.Event())
+    assert "in the coordinator" in coordinator.ended
     told = decode_generation(store.get(Keys.generation(0)))
-    assert told.ends == thread.ended
+    assert told.ends == coordinator.ended

@@ -22,7 +22,6 @@ from lightning_dist.elastic.data.sharding import (
     LoaderFacts,
     NotExactError,
     Remembered,
-    StatefulLoader,
 )
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
@@ -66,7 +65,7 @@ class TrainerDataShards(DataShards):
         in_process = getattr(loader, "num_workers", 0) == 0
         on_first = self._on_first if in_process else lambda: None
         try:
-            return self.deal(loader, limit=self._limited, accept=self._translate, on_first=on_first)
+            return self.deal(loader, on_first=on_first)
         except NotExactError as reason:
             return self._leave(loader, reason)
 
@@ -77,7 +76,7 @@ class TrainerDataShards(DataShards):
                 f"batch_policy={self.policy!r} cannot take effect: {reason}; or set "
                 "batch_policy='fixed_micro_batch'"
             )
-        if isinstance(loader, StatefulLoader):
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             self.remembered = Remembered(loader, back=self._accumulate + 2)
             self.own_state = self._find_own_state()
             if self.own_state is not None:
@@ -94,13 +93,8 @@ class TrainerDataShards(DataShards):
         )
         return loader
 
-    @property
-    def goes_on_by_itself(self) -> bool:
-        """Whether the loader was given its own position."""
-        return self.own_state is not None
-
     def _find_own_state(self) -> Any:
-        """Of this rank's loader, if there were as many."""
+        """Position of this rank's loader, if there were as many."""
         states = [] if self.resumed is None else self.resumed.loaders
         before, now = len(states), self.world_size
         if before == now:
@@ -113,8 +107,8 @@ class TrainerDataShards(DataShards):
             )
         return None
 
-    def _limited(self, first: Layout, facts: LoaderFacts) -> int | None:
-        """Micro-batches of an epoch that the script wants, in the layout of the first start."""
+    @override
+    def limit(self, first: Layout, facts: LoaderFacts) -> int | None:
         if isinstance(self._limit, int):
             return self._limit
         if self._limit == 1.0:
@@ -130,7 +124,8 @@ class TrainerDataShards(DataShards):
         size, drop_last = self._epoch_size, self.facts.drop_last
         return len(EpochPlan(self.first, 0, Position(), size, drop_last))
 
-    def _translate(self, first: Layout, now: Layout) -> None:
+    @override
+    def accept(self, first: Layout, now: Layout) -> None:
         trainer: Any = self._trainer
         automatic = trainer.lightning_module.automatic_optimization
         if now.accumulate != self._accumulate and not automatic:
@@ -143,16 +138,13 @@ class TrainerDataShards(DataShards):
         trainer.limit_train_batches = 1.0  # the plan ends the epoch
         if isinstance(self._interval, int):
             trainer.val_check_interval = _translated(
-                self._interval, first=first, now=now, what="val_check_interval"
+                self._interval, first=first, now=now, setting="val_check_interval"
             )
 
     @override
     def deal_again(self, position: Position, *, rank: int, world_size: int) -> None:
         self.cursor.set_epoch(position.epoch)
         super().deal_again(position, rank=rank, world_size=world_size)
-        assert self.first is not None
-        assert self.layout is not None
-        self._translate(self.first, self.layout)
         self.refresh()
 
     def refresh(self) -> None:
@@ -190,13 +182,13 @@ class TrainerDataShards(DataShards):
         trainer.val_check_interval = self._interval
 
 
-def _translated(passes: int, *, first: Layout, now: Layout, what: str) -> int:
+def _translated(passes: int, *, first: Layout, now: Layout, setting: str) -> int:
     steps, rest = divmod(passes, first.accumulate)
     if now.accumulate == first.accumulate:
         return passes
     if rest:
         raise ValueError(
-            f"{what}={passes} micro-batches are no whole number of steps of {first.accumulate}, "
+            f"{setting}={passes} micro-batches are no whole number of steps of {first.accumulate}, "
             f"and {now.world_size} ranks take {now.accumulate}; make it a multiple of "
             f"{first.accumulate}"
         )
@@ -232,7 +224,7 @@ def require_plain_trainer(trainer: pl.Trainer) -> None:
 def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDataShards) -> None:
     """Raise a ValueError for a fit whose steps cannot be taken again where a rank is lost."""
     optimizers: Any = trainer.optimizers
-    kinds = [type(each).__name__ for each in optimizers]
+    kinds = [type(optimizer).__name__ for optimizer in optimizers]
     wrong = {
         f"{len(kinds)} optimizers": len(kinds) != 1,
         "automatic_optimization=False": not trainer.lightning_module.automatic_optimization,
@@ -241,12 +233,12 @@ def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDataShards) -> Non
         "LBFGS, which computes gradients several times in a step": "LBFGS" in kinds,
         "a train dataloader whose samples cannot be resharded": not data.is_dealt,
     }
-    sharded = [each for each in trainer.checkpoint_callbacks if _is_sharded(each)]
+    sharded = [saver for saver in trainer.checkpoint_callbacks if _is_sharded(saver)]
     wrong["a checkpoint with format='sharded', which all of the first ranks write"] = bool(sharded)
-    for what, is_wrong in wrong.items():
+    for feature, is_wrong in wrong.items():
         if is_wrong:
             raise ValueError(
-                f"recovery='in_process' does not support {what}; use recovery='restart'"
+                f"recovery='in_process' does not support {feature}; use recovery='restart'"
             )
 
 
@@ -257,17 +249,19 @@ def _is_sharded(callback: Any) -> bool:
 def is_trial(trainer: pl.Trainer) -> bool:
     """Whether this fit is not of the run: ``fast_dev_run``, or the search of a ``Tuner``."""
     inner: Any = trainer
-    searches = (each for each in inner.callbacks if isinstance(each, FINDERS))
+    searches = (callback for callback in inner.callbacks if isinstance(callback, FINDERS))
     return bool(inner.fast_dev_run) or any(map(private.is_searching, searches))
 
 
-def require_own_folder(trainer: pl.Trainer, own: str) -> None:
-    """Raise ValueError if another callback saves into the folder ``own``."""
-    for other in trainer.checkpoint_callbacks:
-        if isinstance(other, ModelCheckpoint) and (checkpoint_folder(other, trainer) == own):
+def require_own_folder(trainer: pl.Trainer, folder: str) -> None:
+    """Raise ValueError if another callback saves into ``folder``."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and (
+            checkpoint_folder(callback, trainer) == folder
+        ):
             raise ValueError(
-                f"{type(other).__name__} saves into {own} too, and a start could resume from its "
-                "checkpoints; give it a folder of its own with dirpath="
+                f"{type(callback).__name__} saves into {folder} too, and a start could resume from "
+                "its checkpoints; give it a folder of its own with dirpath="
             )
 
 
@@ -283,9 +277,9 @@ def refuse_choices(arguments: Mapping[str, Any], of: object) -> None:
 def require_loadable_hparams(trainer: pl.Trainer) -> None:
     """Raise ValueError for what ``save_hyperparameters`` keeps and no start could load."""
     inner: Any = trainer
-    for each in (trainer.lightning_module, inner.datamodule):
-        hparams = getattr(each, "hparams", None)
+    for owner in (trainer.lightning_module, inner.datamodule):
+        hparams = getattr(owner, "hparams", None)
         if hparams:
-            name = f"{type(each).__name__}.hparams"
+            name = f"{type(owner).__name__}.hparams"
             plain = dict(hparams) if isinstance(hparams, dict) else hparams
             require_loadable(plain, name=name)

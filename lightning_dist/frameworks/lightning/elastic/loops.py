@@ -243,17 +243,17 @@ def place_at_epoch_begin(trainer: pl.Trainer, epoch: int, *, steps: int, passes:
         steps: optimizer steps so far.
         passes: batches of this rank so far.
     """
-    loop = trainer.fit_loop
-    _set_all(loop.epoch_progress, epoch)
-    batches = loop.epoch_loop.batch_progress
+    fit_loop = trainer.fit_loop
+    _set_all(fit_loop.epoch_progress, epoch)
+    batches = fit_loop.epoch_loop.batch_progress
     _set_all(batches, 0)
     _set(batches.total, passes)
     batches.is_last_batch = False
     private.set_steps(trainer, steps)
-    loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
-    loop.epoch_loop.scheduler_progress.reset_on_run()
-    for each in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
-        private.begin_with_fresh_loader(each)
+    fit_loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+    fit_loop.epoch_loop.scheduler_progress.reset_on_run()
+    for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
+        private.begin_with_fresh_loader(loop)
 
 
 def place_within_epoch(
@@ -278,8 +278,8 @@ def place_within_epoch(
     loop = trainer.fit_loop
     progress: Any = loop.epoch_progress
     _set_all(progress, position.epoch)
-    for each in (progress.total, progress.current):
-        each.ready = each.started = position.epoch + 1
+    for tracker in (progress.total, progress.current):
+        tracker.ready = tracker.started = position.epoch + 1
     batches = loop.epoch_loop.batch_progress
     _set(batches.current, passes)
     _set(batches.total, total_passes)
@@ -307,10 +307,10 @@ def place_at_step(trainer: pl.Trainer, passes: int | None, *, before: int) -> No
     counts = [(progress.total, before + (passes or 0))]
     if passes is not None:
         counts.append((progress.current, passes))
-    for each, count in counts:
-        more = count - each.processed
-        each.ready, each.started = each.ready + more, each.started + more
-        each.processed, each.completed = each.processed + more, each.completed + more
+    for tracker, count in counts:
+        more = count - tracker.processed
+        tracker.ready, tracker.started = tracker.ready + more, tracker.started + more
+        tracker.processed, tracker.completed = tracker.processed + more, tracker.completed + more
 
 
 def _set_all(progress: Any, count: int) -> None:

@@ -70,8 +70,8 @@ def give_back_handlers(connector: SignalConnector, usual: SignalConnector) -> No
 # Loaders are asked for after the hooks of callbacks, and workers begin at once.
 def data_source(loop: Any) -> DataLoaderSource:
     """The source of the loaders of a fit or evaluation loop."""
-    found: DataLoaderSource = loop._data_source
-    return found
+    source: DataLoaderSource = loop._data_source
+    return source
 
 
 def set_data_source(loop: Any, source: DataLoaderSource) -> None:
@@ -165,9 +165,9 @@ def compute_at_epoch_end(
 
     def compute() -> None:
         results: Any = trainer.fit_loop.epoch_loop._results
-        for each in results.values():
-            if not each.is_tensor and each.meta.on_epoch:
-                each.value.compute()  # and keep what comes of it
+        for result in results.values():
+            if not result.is_tensor and result.meta.on_epoch:
+                result.value.compute()  # and keep what comes of it
 
     def reached() -> None:
         usual()
@@ -181,11 +181,11 @@ def hold_validation(trainer: pl.Trainer) -> Callable[[], None]:
     """Remember what a validation changes before its end; returns what puts it back."""
     loop, module = trainer.fit_loop.epoch_loop.val_loop, trainer.lightning_module
     progress, hook = loop.batch_progress.state_dict(), module._current_fx_name
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(part, part.training) for part in module.modules()]
     metrics = [
-        (each, {**copy.deepcopy(each.metric_state), **{name: vars(each)[name] for name in _CACHED}})
-        for each in module.modules()
-        if isinstance(each, Metric)
+        (part, {**copy.deepcopy(part.metric_state), **{name: vars(part)[name] for name in _CACHED}})
+        for part in module.modules()
+        if isinstance(part, Metric)
     ]
 
     def begin_again() -> None:
@@ -194,8 +194,8 @@ def hold_validation(trainer: pl.Trainer) -> Callable[[], None]:
         end_restart(loop)
         trainer._logger_connector.reset_results()
         module._current_fx_name = hook
-        for each, mode in modes:
-            each.training = mode
+        for part, mode in modes:
+            part.training = mode
         for metric, state in metrics:
             vars(metric).update(copy.deepcopy(state))
 
@@ -258,8 +258,8 @@ def give_batch(closure: Any, trainer: pl.Trainer, batch: Any, index: int) -> Non
     """Let ``closure`` compute ``batch``, number ``index`` of the epoch."""
     loop = trainer.fit_loop.epoch_loop
     arguments = loop._build_kwargs(OrderedDict(), batch, index)
-    made = loop.automatic_optimization._make_closure(arguments, trainer.optimizers[0], index)
-    closure._step_fn, closure._zero_grad_fn = made._step_fn, made._zero_grad_fn
+    fresh = loop.automatic_optimization._make_closure(arguments, trainer.optimizers[0], index)
+    closure._step_fn, closure._zero_grad_fn = fresh._step_fn, fresh._zero_grad_fn
 
 
 _CACHED = ("_computed", "_update_count")
@@ -270,7 +270,7 @@ _CACHED = ("_computed", "_update_count")
 def known_metrics(trainer: pl.Trainer) -> dict[str, float]:
     """Scalars of ``trainer.callback_metrics`` as they were computed last."""
     known: Any = trainer._logger_connector._callback_metrics
-    return {name: float(each) for name, each in known.items() if each.numel() == 1}
+    return {name: float(value) for name, value in known.items() if value.numel() == 1}
 
 
 # What `self.log` adds up over an epoch is nobody else's. Each value is a tensor of its own.
@@ -281,21 +281,21 @@ def logged_values(trainer: pl.Trainer) -> list[tuple[Any, dict[str, Any]]]:
     """Values logged in this epoch so far; not the states of torchmetrics."""
     results: Any = trainer.fit_loop.epoch_loop._results
     return [
-        (each, {name: getattr(each, name) for name in _ADDED_UP if hasattr(each, name)})
-        for each in results.values()
-        if each.is_tensor
+        (result, {name: getattr(result, name) for name in _ADDED_UP if hasattr(result, name)})
+        for result in results.values()
+        if result.is_tensor
     ]
 
 
 def restore_logged(trainer: pl.Trainer, values: Sequence[tuple[Any, dict[str, Any]]]) -> None:
     """Forget what was logged after :func:`logged_values`."""
     results: Any = trainer.fit_loop.epoch_loop._results
-    known = {id(each): before for each, before in values}
-    for each in results.values():
-        if id(each) in known:
-            vars(each).update(known[id(each)])
-        elif each.is_tensor:
-            each.reset()
+    known = {id(result): before for result, before in values}
+    for result in results.values():
+        if id(result) in known:
+            vars(result).update(known[id(result)])
+        elif result.is_tensor:
+            result.reset()
 
 
 # Loggers take these when they are made, before anybody knows which run it is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -40,24 +40,6 @@ from lightning_dist.ranks.agreement import Membership
 T = TypeVar("T")
 
 
-class Between(Protocol):
-    """A fit, as sections know it."""
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether a batch was taken for a step that is not over."""
-
-    @property
-    def is_alone_in_hook(self) -> bool:
-        """True in a hook that the other ranks skip."""
-
-    def enter(self, generation: Generation, members: Membership) -> None:
-        """Go on as a member of ``generation``. Collective."""
-
-    def after_entering(self) -> None:
-        """A generation was entered in a section."""
-
-
 class _AgainError(RuntimeError):
     """Not all ranks have completed a section."""
 
@@ -71,7 +53,7 @@ class Sections:
     next generation: then all have completed the section, and nobody repeats it. Newcomers wait.
     """
 
-    def __init__(self, loop: Between, recovery: StepRecovery) -> None:
+    def __init__(self, loop: RecoverableTrainerLoop, recovery: StepRecovery) -> None:
         self._loop, self._recovery = loop, recovery
         self._where = ""
         self.passed = 0
@@ -182,7 +164,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
         self._logged: Sequence[Any] = ()
 
     def recover(self) -> None:
-        """From now on lost ranks are recovered from; who has come later meets the others."""
+        """Recover from lost ranks from now on; who has come later meets the others."""
         strategy, trainer = self._strategy, self._trainer
         assert strategy.generations is not None
         TRAINER_RECOVERY.require()
@@ -199,8 +181,8 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
         self.sections = Sections(self, recovery)
         private.guard_validation(trainer, self._validate, self.sections.commit)
         private.compute_at_epoch_end(trainer, strategy.run_collective)
-        self._session.lifecycle.waits_for_another = strategy.generations.waits_for_another
-        self._session.lifecycle.lapsed = strategy.generations.lapsed
+        self.session.lifecycle.waits_for_another = strategy.generations.member.waits_for_another
+        self.session.lifecycle.lapsed = strategy.generations.member.lapsed
         if strategy.joins:
             self._join(recovery)
         else:
@@ -274,11 +256,11 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
 
     @override
     def sync_point(self) -> None:
-        before = self._session.members
+        before = self.session.members
         with self.sections.at("sync_point"):
             super().sync_point()
         self._has_settled, self._has_to_settle = True, False
-        if self._session.members is not before:
+        if self.session.members is not before:
             self.log_costs()
 
     def epoch_sync_point(self) -> None:
@@ -346,7 +328,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
     @override
     def here(self) -> ElasticState:
         metrics = [private.known_metrics(self._trainer)]
-        return self._session.here(metrics=metrics, **self._facts)
+        return self.session.here(metrics=metrics, **self._facts)
 
     @override
     def export_state(self) -> dict[str, Any]:
@@ -359,8 +341,8 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
 
     @property
     def _saving(self) -> list[ModelCheckpoint]:
-        found = self._trainer.checkpoint_callbacks
-        return [each for each in found if isinstance(each, ModelCheckpoint)]
+        savers = self._trainer.checkpoint_callbacks
+        return [saver for saver in savers if isinstance(saver, ModelCheckpoint)]
 
     @override
     def import_state(self, handed: Any, state: ElasticState, members: Membership) -> None:
@@ -379,7 +361,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
 
     @override
     def resume(self, state: ElasticState, *, is_new: bool) -> None:
-        trainer, members = self._trainer, self._session.members
+        trainer, members = self._trainer, self.session.members
         was_leader = trainer.is_global_zero
         self._strategy.become(members)
         self._joined = None
@@ -390,8 +372,8 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
         generations = self._strategy.generations
         assert generations is not None
         if members.ranks.is_leader:
-            run = self._session.history.run_id
-            identify(trainer, run_id=run, takes_over=generations.name)
+            run = self.session.history.run_id
+            identify(trainer, run_id=run, takes_over=generations.member.name)
             if not was_leader and not self._has_ended:
                 self._show_progress()
         self._is_new = is_new
@@ -456,12 +438,12 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
             batch, index = private.next_batch(trainer), batches.current.processed
             self.begin_micro_batch(index)
             private.give_batch(closure, trainer, batch, index)
-            self._session.lifecycle.heartbeat()
+            self.session.lifecycle.heartbeat()
             assert self.micro_batch is not None
             if self.micro_batch.ends_step:
                 return closure()
             with trainer.strategy.block_backward_sync():  # type: ignore[attr-defined]
                 closure()
-            for each in (batches.current, batches.total):
-                each.processed = each.completed = each.processed + 1
-                each.ready = each.started = each.processed + 1
+            for tracker in (batches.current, batches.total):
+                tracker.processed = tracker.completed = tracker.processed + 1
+                tracker.ready = tracker.started = tracker.processed + 1

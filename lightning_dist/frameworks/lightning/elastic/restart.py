@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.elastic.data.plan import MicroBatch
+from lightning_dist.elastic.process.lifecycle import Ended
 from lightning_dist.elastic.progress import KEY, ElasticState
-from lightning_dist.elastic.recovery.generations import Ended
 from lightning_dist.elastic.retention import not_ours
 from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.frameworks.lightning.base import BeforeSetup, SyncStrategy
@@ -95,6 +94,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._is_restricted = True
         self._has_begun = self._polls_validation = False
         self._ended: int | None = None  # epoch whose end is not closed yet
+        self._first: Callback | None = None
+        """The callback that completes the run before all others, while it is in the trainer."""
         self._joins = False
         """Whether this process has come later than the others of a job."""
 
@@ -155,12 +156,13 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         """
         self._step_back(trainer)
         inner: Any = trainer
-        others = (each for each in inner.callbacks if each is not self)
-        inner.callbacks = [_BeforeOthers(self._complete), *others, self]
+        others = (callback for callback in inner.callbacks if callback is not self)
+        self._first = LambdaCallback(on_train_end=self._complete)
+        inner.callbacks = [self._first, *others, self]
 
     def _step_back(self, trainer: pl.Trainer) -> None:
         inner: Any = trainer
-        inner.callbacks = [each for each in inner.callbacks if not isinstance(each, _BeforeOthers)]
+        inner.callbacks = [callback for callback in inner.callbacks if callback is not self._first]
 
     def _listen(self, trainer: pl.Trainer) -> None:
         """Begin to note signals."""
@@ -226,7 +228,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             require_recoverable_fit(trainer, self._at.data)
         if isinstance(self._at, RecoverableTrainerLoop):
             self._at.recover()
-        self._at.watch_optimizers()
+        session.retention.saves.watch(trainer.strategy.optimizers)  # which are there now
         if self._joins:
             self._join(self._at)
             return
@@ -335,7 +337,8 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if not trainer.sanity_checking and self._at is not None:
             self._at.end_validation()
 
-    def _complete(self) -> None:
+    def _complete(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The training ends, and the callbacks that follow have not done anything yet."""
         self._session.lifecycle.heartbeat()
         if self._at is None:
             return
@@ -378,17 +381,6 @@ class ElasticRestart(BeforeSetup, Checkpoint):
     ) -> None:
         if self._at is not None:
             self._at.add_to(checkpoint)
-
-
-class _BeforeOthers(Callback):
-    """Calls ``complete`` when a training ends, before the callbacks that follow do anything."""
-
-    def __init__(self, complete: Callable[[], None]) -> None:
-        self._complete = complete
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._complete()
 
 
 def _wants_recovery(trainer: pl.Trainer) -> bool:

@@ -43,8 +43,7 @@ class TrainerLoop(TrainingLoop):
     stopped = Preempted
 
     def __init__(self, trainer: pl.Trainer, session: ElasticSession) -> None:
-        self._trainer, self._session = trainer, session
-        self.session = session
+        self._trainer, self.session = trainer, session
         self._epoch: int | None = None
         self._before_iteration: int | None = None  # batches of this epoch, of other iterations
         self._before_epoch = self._in_epoch = 0  # samples
@@ -78,16 +77,12 @@ class TrainerLoop(TrainingLoop):
         if self._trainer.is_global_zero:
             requeue(private.cluster_environment(self._trainer), reasons)
 
-    def watch_optimizers(self) -> None:
-        """Watch the optimizers, which are there when training starts."""
-        self._session.retention.saves.watch(self._trainer.strategy.optimizers)
-
     @override
     def write(self, path: str) -> None:
-        settings = self._session.settings
+        settings = self.session.settings
         save_trainer(
             self._trainer,
-            self._session.retention.saves,
+            self.session.retention.saves,
             path,
             folder=settings.folder,
             sharded=settings.saving.sharded,
@@ -96,17 +91,17 @@ class TrainerLoop(TrainingLoop):
 
     @override
     def committed(self, event: Committed) -> None:
-        report_committed(self._trainer, self._session.retention.saves, event)
+        report_committed(self._trainer, self.session.retention.saves, event)
 
     def log_costs(self) -> None:
         """Give the loggers the cost of restarts; on rank 0."""
-        if self._session.costs:
-            log_values(self._trainer, self._session.costs)
+        if self.session.costs:
+            log_values(self._trainer, self.session.costs)
 
     @property
     def members(self) -> Membership:
         """All ranks."""
-        return self._session.members
+        return self.session.members
 
     @property
     def data_ranks(self) -> tuple[int, int]:
@@ -122,7 +117,7 @@ class TrainerLoop(TrainingLoop):
 
     def take_up(self, data: TrainerDataShards) -> None:
         """Know where to go on: the session has been loaded."""
-        state = self._session.resumed
+        state = self.session.resumed
         self.data = data
         self.generators = Generators(
             state,
@@ -214,7 +209,7 @@ class TrainerLoop(TrainingLoop):
 
     def place_loops(self) -> None:
         """Let Lightning's loops, just restored, count as this number of ranks does."""
-        state, data = self._session.resumed, self.data
+        state, data = self.session.resumed, self.data
         if state is None:
             return
         if state.stopped:
@@ -225,7 +220,7 @@ class TrainerLoop(TrainingLoop):
             )
         private.forget_loader_states(self._trainer)
         self._loop.setup_data()
-        if data.goes_on_by_itself:
+        if data.own_state is not None:
             return  # within an epoch, as Lightning counts it
         position, steps = state.position, state.total_steps
         before = position.epoch * len(data.plan()) if data.is_dealt else 0
@@ -243,7 +238,7 @@ class TrainerLoop(TrainingLoop):
         )
 
     def _loader_state(self) -> Any:
-        """Of a loader that keeps its position itself; None between epochs."""
+        """State of a loader that keeps its position itself; None between epochs."""
         loader = self.data.remembered
         if loader is None or self._has_ended:
             return None
@@ -256,10 +251,10 @@ class TrainerLoop(TrainingLoop):
 
     def restore_metrics(self) -> None:
         """Metrics logged before the checkpoint: schedulers and callbacks may need them."""
-        saved = [] if self._session.resumed is None else self._session.resumed.metrics
+        saved = [] if self.session.resumed is None else self.session.resumed.metrics
         if saved:
-            own = saved[self._trainer.global_rank % len(saved)]
-            metrics = {name: torch.tensor(value) for name, value in own.items()}
+            values = saved[self._trainer.global_rank % len(saved)]
+            metrics = {name: torch.tensor(value) for name, value in values.items()}
             self._trainer.callback_metrics.update(metrics)
 
     def add_to(self, checkpoint: dict[str, Any]) -> None:
@@ -270,7 +265,7 @@ class TrainerLoop(TrainingLoop):
         if not self.data.is_known:
             return
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
-        checkpoint[KEY] = self._session.describe(
+        checkpoint[KEY] = self.session.describe(
             rng=self._rng_of_step or self.generators.capture(),
             loader=self._loader_state(),
             metrics=self._logged_metrics,
@@ -285,11 +280,11 @@ class TrainerLoop(TrainingLoop):
     @property
     def _logged_metrics(self) -> dict[str, float]:
         logged = self._trainer.callback_metrics
-        return {name: float(each) for name, each in logged.items() if each.numel() == 1}
+        return {name: float(value) for name, value in logged.items() if value.numel() == 1}
 
     def complete(self) -> None:
         """The training has ended as it should. Collective."""
-        self._session.complete(saves=self.has_begun)
+        self.session.complete(saves=self.has_begun)
 
     def end(self) -> None:
         """The end of this process's part in the fit."""

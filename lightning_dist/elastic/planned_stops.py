@@ -38,8 +38,10 @@ def exit_code_of_script() -> Iterator[None]:
         traceback.print_exception(error)
         if isinstance(error, ChildFailedError):
             # Those that had to stop because of another have failed, too.
-            real = [each for each in error.failures.values() if each.exitcode != EXIT_RESTART]
-            first = min(real or error.failures.values(), key=lambda each: each.timestamp)
+            causes = [
+                failure for failure in error.failures.values() if failure.exitcode != EXIT_RESTART
+            ]
+            first = min(causes or error.failures.values(), key=lambda failure: failure.timestamp)
             code = first.exitcode
         else:
             code = error.returncode
@@ -57,7 +59,7 @@ class PlannedStops(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = self._watch(worker_group)
-        codes = [each.exitcode for each in result.failures.values()]
+        codes = [failure.exitcode for failure in result.failures.values()]
         if EXIT_LEAVE in codes:  # as torchrun does where it gets the signal itself
             raise SignalException("the node of this launcher is being preempted", signal.SIGTERM)
         if result.state == WorkerState.FAILED and self._is_planned(codes):

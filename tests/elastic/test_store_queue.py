@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from lightning_dist.elastic.launcher.store import StoreQueue
+from lightning_dist.elastic.rendezvous import StoreQueue
 
 QUEUES = [
     pytest.param(

@@ -26,9 +26,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_dist.elastic.launcher.store import NoAnswerError, StoreQueue, await_answer
 from lightning_dist.elastic.recovery.generations import init_alone
-from lightning_dist.elastic.recovery.member import RecoveryEnvironment
+from lightning_dist.elastic.recovery.member import RecoveryEnvironment, await_answer
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.settings.run import RecoveryMode, RecoverySettings
 
@@ -36,7 +35,44 @@ ROOT = "lightning_dist/attempts"
 POLL_SECONDS = (0.002, 0.1)
 """First and longest pause between two looks: the store's own waits cannot be interrupted."""
 _LAST_SECONDS = 5.0
-"""After the deadline, for a store that answers: then the error names the ranks."""
+"""Time after the deadline for a store that answers: then the error names the ranks."""
+
+
+class StoreQueue:
+    """The queue of a store.
+
+    Stores of torch 2.7 have none: there, each text has a key with a number. Writers that were
+    killed leave numbers without a text, so a reader looks at all of them.
+
+    Args:
+        numbered: use keys with numbers; None: if the store has no queues.
+    """
+
+    def __init__(self, store: Store, *, numbered: bool | None = None) -> None:
+        self._store = store
+        self._numbered = not hasattr(store, "queue_push") if numbered is None else numbered
+        self._taken: set[int] = set()
+
+    def push(self, text: str) -> None:
+        """Put ``text`` at the end."""
+        if not self._numbered:
+            self._store.queue_push("queue", text)
+            return
+        number = self._store.add("pushed", 1)
+        self._store.set(f"text {number}", text)
+
+    def pop(self) -> str | None:
+        """Take the first text that is there; None: there is none."""
+        if not self._numbered:
+            is_empty = self._store.queue_len("queue") == 0
+            return None if is_empty else self._store.queue_pop("queue").decode()
+        for number in range(1, self._store.add("pushed", 0) + 1):
+            if number not in self._taken and self._store.check([f"text {number}"]):
+                self._taken.add(number)
+                text: str = self._store.get(f"text {number}").decode()
+                self._store.delete_key(f"text {number}")
+                return text
+        return None
 
 
 def attempt_store(launch: Launch, *, timeout: timedelta) -> Store:
@@ -67,11 +103,8 @@ def attempt_store(launch: Launch, *, timeout: timedelta) -> Store:
         yield rendezvous(store, rank=launch.rank, world_size=launch.world_size, deadline=deadline)
 
     limit = timeout.total_seconds() + _LAST_SECONDS
-    try:
-        return await_answer(looks(), limit=limit)
-    except NoAnswerError as error:
-        address = f"{launch.master_addr}:{launch.master_port}"
-        raise TimeoutError(f"The ranks' store at {address} does not answer: {error}") from error
+    store = f"The ranks' store at {launch.master_addr}:{launch.master_port}"
+    return await_answer(looks(), limit=limit, store=store)
 
 
 def rendezvous(store: Store, *, rank: int, world_size: int, deadline: float) -> Store:

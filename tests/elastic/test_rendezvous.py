@@ -13,9 +13,8 @@ import torch.distributed as dist
 from processes import port
 from store_hosts import StoreHost
 
-from lightning_dist.elastic.launcher import rendezvous
-from lightning_dist.elastic.launcher.rendezvous import attempt_store
-from lightning_dist.elastic.launcher.store import StoreQueue
+from lightning_dist.elastic import rendezvous
+from lightning_dist.elastic.rendezvous import StoreQueue, attempt_store
 from lightning_dist.ranks.launch import Launch
 
 TORCHRUN = {
@@ -156,7 +155,7 @@ def test_a_rank_zero_that_died_while_it_gathered(
     clock = SimpleNamespace(
         monotonic=lambda: deadline + 1 if has_met.is_set() else time.monotonic(), sleep=time.sleep
     )
-    monkeypatch.setattr("lightning_dist.elastic.launcher.rendezvous.time", clock)
+    monkeypatch.setattr("lightning_dist.elastic.rendezvous.time", clock)
 
     def first(rank: int) -> dist.Store | TimeoutError:
         try:

@@ -1,1 +1,0 @@
-"""Launch of the ranks of a start, and their rendezvous."""
