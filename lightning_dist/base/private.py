@@ -74,7 +74,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     DDP.require()
     from torch.utils._pytree import tree_leaves
 
-    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(call: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -185,7 +185,7 @@ class Checkpointer:
         late = self._prepare(together=sharded)
         self._metrics.queue_ms = (time.perf_counter() - began) * 1e3
         origin = self._origin(step, target, resumable=resumable)
-        by_address = {each.whole.untyped_storage().data_ptr(): each for each in spreads}
+        by_address = {spread.whole.untyped_storage().data_ptr(): spread for spread in spreads}
         by_address.pop(0, None)  # of empty tensors
         if sharded:
             self._save_part(state, origin, target, spreads=by_address, problem=late)

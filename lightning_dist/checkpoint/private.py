@@ -54,7 +54,7 @@ def loads_by_itself(module: nn.Module) -> bool:
     """Whether a module has a say in what it loads: a hook, or a method of its own."""
     CHECKPOINTS.require()
     methods = (getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict"))
-    of_torch = (str(getattr(each, "__module__", "")).partition(".")[0] for each in methods)
+    of_torch = (str(getattr(method, "__module__", "")).partition(".")[0] for method in methods)
     return bool(module._load_state_dict_pre_hooks) or any(each != "torch" for each in of_torch)
 
 

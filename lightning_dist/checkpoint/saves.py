@@ -241,10 +241,10 @@ class Saves:
             CheckpointError: a checkpoint is missing and ``on_error`` says so; it names them all.
         """
         failures, raises = list(failures), self._settings.on_error == "raise"
-        for each in failures:
-            if not (raises and each.fatal):
-                self._warn(each.message)
-        if text := "\n".join(each.message for each in failures if raises and each.fatal):
+        for failure in failures:
+            if not (raises and failure.fatal):
+                self._warn(failure.message)
+        if text := "\n".join(failure.message for failure in failures if raises and failure.fatal):
             raise CheckpointError(text)
 
 

@@ -334,7 +334,7 @@ class WriterQueue:
     def _end(self, target: str, writer: AnyWriter | None) -> None:
         """Remove one operation on ``target`` of ``writer``; another writer may have one too."""
         with self._changed:
-            of_writer = (each for each in self._operations if each[1] is writer)
+            of_writer = (operation for operation in self._operations if operation[1] is writer)
             ended = next((each for each in of_writer if each[0].target == target), None)
             if ended is not None:  # not lost with its writer
                 self._operations.remove(ended)
@@ -345,7 +345,9 @@ class WriterQueue:
         with self._changed:
             lost = [each.save for each in self._in_flight.values() if each.writer is writer]
             links = [e for e, with_ in self._operations if with_ is writer and self._is_missing(e)]
-            self._operations = [each for each in self._operations if each[1] is not writer]
+            self._operations = [
+                operation for operation in self._operations if operation[1] is not writer
+            ]
             if self.writer is writer:
                 self.writer, self._loss = None, reason
             self._changed.notify_all()

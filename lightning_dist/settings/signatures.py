@@ -59,7 +59,9 @@ def takes(
         own, offered = signature(function), settings_of(family)
         place = [*own.parameters].index(name)
         shown = _shown(own, family, offered, name)
-        is_open = any(each.kind is Parameter.VAR_KEYWORD for each in own.parameters.values())
+        is_open = any(
+            parameter.kind is Parameter.VAR_KEYWORD for parameter in own.parameters.values()
+        )
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
@@ -71,17 +73,23 @@ def takes(
                 _require_kind(args[place], _family_of(of, family), of=of)
                 return function(*args, **kwargs)
             if issubclass(family, ExchangeSettings):  # defaults of other families are left out
-                options = {each: kwargs.pop(each) for each in [*kwargs] if each in OPTIONS}
+                options = {
+                    keyword: kwargs.pop(keyword) for keyword in [*kwargs] if keyword in OPTIONS
+                }
                 kwargs |= require_only(options, family)
             if not is_open:
-                others = {each: kwargs[each] for each in kwargs if each not in shown.parameters}
+                others = {
+                    keyword: kwargs[keyword]
+                    for keyword in kwargs
+                    if keyword not in shown.parameters
+                }
                 codec = args[place] if len(args) > place else kwargs.get("codec", "int8")
                 if issubclass(family, ExchangeSettings):
                     refuse_codec_options(others, codec, of=of)
                 if refuse is not None:
                     refuse(others, of)
-                for each in others:
-                    raise ValueError(unknown(each, tuple(shown.parameters)[1:], where=of.__name__))
+                for other in others:
+                    raise ValueError(unknown(other, tuple(shown.parameters)[1:], where=of.__name__))
             bound = shown.bind(*args, **kwargs).arguments
             chosen = {each: bound.pop(each) for each in offered if each in bound}
             before, after = _parted(own, bound, name)
@@ -106,7 +114,7 @@ def _require_once(names: Collection[str], *, of: Callable[..., Any]) -> None:
 def _family_of(of: Callable[..., Any], family: type[Any]) -> type[Any]:
     """The family that users of a class give: of its first constructor that takes one."""
     bases = of.__mro__ if isinstance(of, type) else ()
-    found = (getattr(vars(each).get("__init__"), "settings", None) for each in bases)
+    found = (getattr(vars(base).get("__init__"), "settings", None) for base in bases)
     return next((each for each in found if each is not None and issubclass(each, family)), family)
 
 
@@ -147,7 +155,7 @@ def _shown(
         names |= vars(sys.modules[base.__module__])
     names |= _TYPES
     hints = {each.name: str(each.type) for each in fields(family)}
-    parameters = [each for each in own.parameters.values() if each.name != name]
+    parameters = [parameter for parameter in own.parameters.values() if parameter.name != name]
     for each, declared in offered.items():
         how = Parameter.POSITIONAL_OR_KEYWORD if declared.positional else Parameter.KEYWORD_ONLY
         kind = eval(declared.accepts or hints[each], names)
@@ -220,7 +228,10 @@ def refuse_unknown(
     callbacks to a class of Lightning's, whose name the user has not written.
     """
     constructors = [vars(cls)["__init__"] for cls in of.__mro__ if "__init__" in vars(cls)]
-    family = next((each.settings for each in constructors if hasattr(each, "settings")), None)
+    family = next(
+        (constructor.settings for constructor in constructors if hasattr(constructor, "settings")),
+        None,
+    )
     hidden = set() if family is None else OPTIONS.keys() - settings_of(family).keys()
     own: dict[str, None] = {}  # in their order
     theirs: dict[str, None] = dict.fromkeys(("self", "module"))

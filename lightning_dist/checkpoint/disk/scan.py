@@ -225,7 +225,11 @@ class Orders:
 
     def begin_after(self, folder: str) -> None:
         """Be greater than the checkpoints of ``folder``, which a host with another clock wrote."""
-        found = (each.description.origin for each in checkpoints(folder) if each.description)
+        found = (
+            checkpoint.description.origin
+            for checkpoint in checkpoints(folder)
+            if checkpoint.description
+        )
         newest = max((origin.order for origin in found if origin is not None), default=0)
         self._offset = max(self._offset, newest + 1 - time.monotonic_ns())
 
@@ -242,7 +246,11 @@ def saved_by(run: str, folder: str, *, resumed: str | None) -> list[Description]
         resumed: the one that training goes on from. What is newer was passed over, so it comes
             first; the rest follows, the oldest first.
     """
-    found = [each.description for each in reversed(checkpoints(folder)) if each.description]
+    found = [
+        checkpoint.description
+        for checkpoint in reversed(checkpoints(folder))
+        if checkpoint.description
+    ]
     own = [each for each in found if each.origin and each.origin.run == run and is_original(each)]
     paths = [each.path for each in own]
     after = paths.index(resumed) + 1 if resumed in paths else len(own)

@@ -116,7 +116,7 @@ class EpochPlan:
     """The micro-batches of an epoch: those before ``begin`` are counted, not described.
 
     Args:
-        layout: how steps are dealt.
+        layout: the shards of each step.
         rank: whose micro-batches these are.
         begin: where this epoch is resumed; before it are ``begin.steps`` steps of
             ``layout.accumulate`` micro-batches, as far as counting goes.

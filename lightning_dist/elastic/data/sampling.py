@@ -175,7 +175,7 @@ class ElasticBatchSampler(Sampler[list[Any]]):
         plan = self._plan()
         epoch, index = plan.begin.epoch, plan.first_micro_batch
         order = self._order.of(epoch)
-        # Asked at every step: what is not drawn yet may be dealt anew.
+        # Asked at every step: what is not drawn yet may be resharded.
         while index < len(plan) and plan.begin.epoch == epoch:
             positions = plan.micro_batch_at(index).samples
             yield [order[position] for position in positions or [plan.begin.samples]]

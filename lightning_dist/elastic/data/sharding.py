@@ -1,4 +1,4 @@
-"""Shards of the data, dealt to the ranks and dealt anew when their number changes."""
+"""Shards of the data, one for each rank, and others when their number changes."""
 
 from __future__ import annotations
 
@@ -295,10 +295,10 @@ class DataShards:
         self.layout: Layout | None = None
         """The layout of now; None where samples are not counted."""
         self._epoch_size = 0
-        self._dealt: DataLoader[Any] | None = None
+        self._sharded: DataLoader[Any] | None = None
 
     @property
-    def is_dealt(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the position in the data is known by samples."""
         return self.facts is not None
 
@@ -314,18 +314,18 @@ class DataShards:
     def accept(self, first: Layout, now: Layout) -> None:
         """Go on in the layout ``now``; raise ValueError where the script cannot have it."""
 
-    def deal(self, loader: Any, *, on_first: Callable[[], None] = lambda: None) -> DataLoader[Any]:
+    def shard(self, loader: Any, *, on_first: Callable[[], None] = lambda: None) -> DataLoader[Any]:
         """This rank's share of the user's ``loader``.
 
         Args:
             on_first: called before the first batch of an epoch is drawn in this process.
 
         Raises:
-            NotExactError: its samples cannot be dealt.
+            NotExactError: its samples cannot be sharded.
             ValueError: they are not those of the checkpoint.
         """
         facts = facts_of(loader)
-        if self.resumed is not None and not self.is_dealt:  # a loader of a later epoch may differ
+        if self.resumed is not None and not self.is_sharded:  # a loader of a later epoch may differ
             require_same_data(self.resumed, size=facts.size, path=self._path)
         self.facts = facts
         script = self._script_layout()
@@ -334,16 +334,16 @@ class DataShards:
         passes = self.limit(self.first, facts)
         self._epoch_size = full_size(facts.size, limit=passes, layout=self.first)
         self.accept(self.first, self.layout)
-        self._dealt = shard(
+        self._sharded = shard(
             loader, self.plan, cursor=self.cursor, seed=self._seed, on_first=on_first
         )
-        return self._dealt
+        return self._sharded
 
-    def deal_again(self, position: Position, *, rank: int, world_size: int) -> None:
-        """Deal what is left of the present epoch to other ranks, from ``position`` on.
+    def reshard(self, position: Position, *, rank: int, world_size: int) -> None:
+        """Shard what is left of the present epoch over other ranks, from ``position`` on.
 
         An iteration over a map-style dataset without workers goes on with it. Any other has fetched
-        batches ahead: begin a new one, which leaves those to whom they are dealt now.
+        batches ahead: begin a new one, which leaves out those of other ranks now.
 
         Args:
             rank: of this process among the ``world_size`` that go on.
@@ -360,7 +360,7 @@ class DataShards:
 
     def close(self) -> None:
         """No more batches are wanted: end the workers that the loader keeps."""
-        end_persistent_workers(self._dealt)
+        end_persistent_workers(self._sharded)
 
     def _first_layout(self, script: Layout) -> Layout:
         if self.resumed is not None:

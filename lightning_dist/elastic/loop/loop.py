@@ -195,7 +195,7 @@ class ElasticLoop:
         if not self._in_epoch:
             raise ValueError("batches() must be called inside a loop over epochs(), once per epoch")
         self._run.is_current = False
-        while not self._run.is_current:  # other members are dealt what is left of the epoch
+        while not self._run.is_current:  # what is left of the epoch is resharded over other members
             yield from self._batches_of_members()
         self._this, self._in_epoch = None, False
 

@@ -65,7 +65,7 @@ class UserLoop(RecoverableLoop):
         self.is_open = self.is_complete = False
 
     def open(self, loader: Any, given: Mapping[str, Any]) -> None:
-        """Meet the others, find the newest checkpoint, load it and deal ``loader``; collective."""
+        """Meet the others, find the newest checkpoint, load it and shard ``loader``; collective."""
         self._loader = loader
         environment = RecoveryEnvironment.from_env() if self._mode == "in_process" else None
         if environment is None:
@@ -156,7 +156,7 @@ class UserLoop(RecoverableLoop):
             begun=begun,
             seed=self.session.history.seed,
         )
-        self.batches = self.data.deal(_unprepared(self._loader))
+        self.batches = self.data.shard(_unprepared(self._loader))
         """A loader of this rank's batches, from where the epoch begins or goes on."""
         keep_workers(self.batches, self._signals)
 

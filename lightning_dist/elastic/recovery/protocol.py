@@ -15,7 +15,7 @@ so there is never a second opinion about who takes part: a worker that cannot re
 Nothing of a step is applied before every rank has all its payloads, and the answer to one
 all-reduce, the vote, says so. A rank that dies before or in it leaves every survivor at step ``s``,
 or some at ``s`` that hold all payloads and miss the answer only, and some at ``s + 1``. In the
-second case the generation tells the first ones to commit (``Generation.commits``); they need
+second case the generation tells the first ones to apply it (``Generation.applies``); they need
 nobody's help for that. Otherwise the step is taken again, and residuals that were written while
 encoding are restored from a copy.
 """
@@ -90,7 +90,7 @@ class Generation:
         number: greater than that of all before.
         members: names by rank.
         step: optimizer steps that every member has applied before it goes on.
-        commits: members that hold all payloads of step ``step`` and apply it before they go on.
+        applies: members that hold all payloads of step ``step`` and apply it before they go on.
         finite: whether that step was finite.
         heals: members, newcomers among them, that receive the state of ``source``.
         source: who sends its state; it has applied ``step`` steps. None where nobody needs one:
@@ -109,7 +109,7 @@ class Generation:
     number: int
     members: Sequence[str] = ()
     step: int = 0
-    commits: Sequence[str] = ()
+    applies: Sequence[str] = ()
     finite: bool = True
     heals: Sequence[str] = ()
     source: str | None = None
@@ -266,17 +266,17 @@ def next_generation(
         return end(few, refused)
     reasons += [f"worker {name} has joined" for name in admitted if now.members]
     newest = [name for name in stopped if reports[name].step == step]
-    commits = [name for name in stopped if reports[name].holds and reports[name].step == step - 1]
-    heals = [name for name in stopped if name not in newest and name not in commits]
+    applies = [name for name in stopped if reports[name].holds and reports[name].step == step - 1]
+    heals = [name for name in stopped if name not in newest and name not in applies]
     return Generation(
         number,
         members=tuple(sorted((*stopped, *admitted), key=Worker.parse)),
         step=step,
-        commits=tuple(commits),
+        applies=tuple(applies),
         finite=reports[newest[0]].finite if newest else True,
         heals=(*heals, *(admitted if stopped else ())),
         source=newest[0] if newest else None,
-        leader=now.leader if now.leader in stopped else (newest or commits or admitted)[0],
+        leader=now.leader if now.leader in stopped else (newest or applies or admitted)[0],
         newcomers=tuple(admitted),
         refused=tuple(refused),
         waiting=len(admitted) - len(wanted),

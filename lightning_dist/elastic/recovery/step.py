@@ -133,7 +133,7 @@ class StepRecovery:
         except StoreLostError as error:
             self._store_lost = error
             return None
-        return self._next.finite if self.generations.member.name in self._next.commits else None
+        return self._next.finite if self.generations.member.name in self._next.applies else None
 
     # Steps, on the thread of the training.
 
@@ -359,7 +359,7 @@ class RecoverableLoop(TrainingLoop):
         raise NotImplementedError
 
     def resume(self, state: ElasticState, *, is_new: bool) -> None:
-        """Deal what is left, from ``state`` on, to the present members; no collective."""
+        """Shard what is left, from ``state`` on, over the present members; no collective."""
         raise NotImplementedError
 
     def rates(self) -> tuple[Sequence[Optimizer], Sequence[Any]]:

@@ -33,13 +33,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         self, *args: Any, kwargs_handlers: Sequence[Any] | None = None, **kwargs: Any
     ) -> None:
         handlers = kwargs_handlers or ()
-        plugins = [each for each in handlers if isinstance(each, CompressedDDPPlugin)]
+        plugins = [handler for handler in handlers if isinstance(handler, CompressedDDPPlugin)]
         if len(plugins) > 1:
             raise ValueError(
                 f"An Accelerator takes one CompressedDDPPlugin, got {len(plugins)} in "
                 "kwargs_handlers; give one"
             )
-        others = [each for each in handlers if not isinstance(each, CompressedDDPPlugin)]
+        others = [handler for handler in handlers if not isinstance(handler, CompressedDDPPlugin)]
         self._before_end: list[Callable[[], None]] = []
         super().__init__(*args, kwargs_handlers=others or None, **kwargs)
         for plugin in plugins:

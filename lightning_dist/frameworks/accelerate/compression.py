@@ -164,7 +164,7 @@ class Compression:
         return Environment(grad_scaler=scaler, wraps=True, several_models=True, **facts)
 
     def _steps(self) -> int:
-        return sum(each.step for each in self.reducers)
+        return sum(reducer.step for reducer in self.reducers)
 
     def register_optimizers(self, *optimizers: Any) -> None:
         """Let prepared optimizers work with the compression: OneBitAdam sends its momentum.
@@ -181,7 +181,7 @@ class Compression:
                     sync.connect([optimizer], self._environment())
 
     def _clip(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        optimizers = [each for sync in self.syncs for each in sync.optimizers]
+        optimizers = [optimizer for sync in self.syncs for optimizer in sync.optimizers]
         check(Case(self._settings, optimizers=optimizers), at="clipping")
         return clip(*args, **kwargs)
 
@@ -193,7 +193,7 @@ class Compression:
     @property
     def reducers(self) -> list[Reducer]:
         """Of the prepared models, in their order; empty with one process."""
-        return [each.reducer for each in self.syncs if each.reducer is not None]
+        return [sync.reducer for sync in self.syncs if sync.reducer is not None]
 
     @property
     def topology(self) -> Topology | None:
@@ -202,7 +202,7 @@ class Compression:
 
     def comm_stats(self) -> list[Mapping[str, Any]]:
         """Bytes this rank sent, for each model in the order in which they were given."""
-        return [each.comm_stats() for each in self.syncs]
+        return [sync.comm_stats() for sync in self.syncs]
 
     def comm_config(self) -> dict[str, Any]:
         """Codec, exchange, nodes and versions; empty before the first model."""
@@ -234,7 +234,9 @@ class Compression:
 
     def save(self, folder: str) -> None:
         """Write the residuals of all ranks beside the other files. Collective, if there are any."""
-        together = [each for each in self.reducers if each.gathers_state and not each.recovers]
+        together = [
+            reducer for reducer in self.reducers if reducer.gathers_state and not reducer.recovers
+        ]
         if together and self._roll_call is not None:
             self._roll_call.rendezvous("accelerator.save_state()")
         owners = residuals.owners(self._accelerator)

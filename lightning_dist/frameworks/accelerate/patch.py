@@ -47,7 +47,9 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def prepare(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-            has_model = any(isinstance(each, nn.Module) for each in (*args, *kwargs.values()))
+            has_model = any(
+                isinstance(argument, nn.Module) for argument in (*args, *kwargs.values())
+            )
             if has_model and ensure(self):  # which may have put another in the place of this one
                 return getattr(self, method.__name__)(*args, **kwargs)
             return method(self, *args, **kwargs)

@@ -141,11 +141,13 @@ class ShardedCompression(Compression):
 
     def _prepare(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(*args, **kwargs)
-        optimizers = [each.optimizer for each in private.prepared_optimizers(self._accelerator)]
+        optimizers = [
+            optimizer.optimizer for optimizer in private.prepared_optimizers(self._accelerator)
+        ]
         for model in private.prepared_models(self._accelerator):
             if model not in self._attached:
                 sync = self._attach(model, mesh=self._mesh())
-                own = [each for each in optimizers if sync.trains(each)]
+                own = [optimizer for optimizer in optimizers if sync.trains(optimizer)]
                 sync.connect(own, self._environment())
         return prepared
 

@@ -66,7 +66,7 @@ class SyncStrategy(ParallelStrategy):
     @property
     def reducers(self) -> list[Reducer]:
         """Reducers of the models, in their order."""
-        return [each.reducer for each in self.syncs if each.reducer is not None]
+        return [sync.reducer for sync in self.syncs if sync.reducer is not None]
 
     @property
     def topology(self) -> Topology | None:
@@ -75,7 +75,7 @@ class SyncStrategy(ParallelStrategy):
 
     def comm_stats(self) -> list[Mapping[str, Any]]:
         """Bytes this rank sent, for each model in the order in which they were given."""
-        return [each.comm_stats() for each in self.syncs]
+        return [sync.comm_stats() for sync in self.syncs]
 
     def comm_config(self) -> dict[str, Any]:
         """Codec, exchange, nodes and versions; empty before the first model."""
@@ -155,7 +155,7 @@ class SyncStrategy(ParallelStrategy):
 
     def _saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``state`` with that of the models' syncs. Collective."""
-        kind, states = self.kind_of_sync(), [each.state_dict() for each in self.syncs]
+        kind, states = self.kind_of_sync(), [sync.state_dict() for sync in self.syncs]
         if not kind.of_one_model:
             return {**state, kind.key: states}
         return {**state, kind.key: states[0] if states else None}

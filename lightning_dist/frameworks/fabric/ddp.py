@@ -158,4 +158,4 @@ class LocalUpdateStrategy(SyncDDPStrategy):
         case = Case(self._settings, module, optimizers, self._environment())
         check(case, at="optimizers")
         model = super().setup_module(module)
-        return model, [self.setup_optimizer(each) for each in optimizers], *scheduler
+        return model, [self.setup_optimizer(optimizer) for optimizer in optimizers], *scheduler

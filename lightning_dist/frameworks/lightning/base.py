@@ -35,7 +35,7 @@ class BeforeSetup:
     """A callback that our strategies call when ranks are known and loggers have not begun."""
 
     reshards_data = False
-    """Whether it deals data anew when the number of ranks changes."""
+    """Whether it reshards data when the number of ranks changes."""
 
     def before_setup(self, trainer: pl.Trainer) -> None:
         """Called on every rank."""

@@ -84,8 +84,10 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     def _begin_recovery(self) -> None:
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
-        callbacks = (each for each in trainer.callbacks if isinstance(each, BeforeSetup))
-        if trainer.fast_dev_run or not any(each.reshards_data for each in callbacks):
+        callbacks = (
+            callback for callback in trainer.callbacks if isinstance(callback, BeforeSetup)
+        )
+        if trainer.fast_dev_run or not any(callback.reshards_data for callback in callbacks):
             raise ValueError(
                 "recovery='in_process' needs ElasticRestart(...) among the callbacks, which "
                 "reshards the data over the remaining ranks, and a fit without fast_dev_run"

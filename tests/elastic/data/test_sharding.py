@@ -216,7 +216,7 @@ def test_a_stateful_loader_of_torchdata(workers: int) -> None:
     assert facts_of(stateful(Squares(SIZE))).batch_size == 3
 
 
-def deal_of(
+def data_shards_of(
     rank: int,
     *,
     world_size: int,
@@ -249,14 +249,14 @@ def steps_of(loader: Iterator[list[int]], plan: EpochPlan) -> Iterator[list[int]
 
 def test_a_loader_that_is_made_anew_keeps_the_global_batch_of_the_run() -> None:
     """Where ranks were lost meanwhile, and with other samples."""
-    deal = deal_of(0, world_size=4)
-    deal.deal(DataLoader(Squares(64), 3))
-    deal.deal_again(Position(), rank=0, world_size=2)
-    deal.deal(DataLoader(Squares(80), 3))
-    assert deal.first == Layout(4, 3, 2, 24)
-    assert deal.layout == Layout(2, 3, 4, 24)
-    assert deal.size == 80
-    assert deal.agreed == {
+    data_shards = data_shards_of(0, world_size=4)
+    data_shards.shard(DataLoader(Squares(64), 3))
+    data_shards.reshard(Position(), rank=0, world_size=2)
+    data_shards.shard(DataLoader(Squares(80), 3))
+    assert data_shards.first == Layout(4, 3, 2, 24)
+    assert data_shards.layout == Layout(2, 3, 4, 24)
+    assert data_shards.size == 80
+    assert data_shards.agreed == {
         "global batch": 24,
         "batch size": 3,
         "micro-batches per step": 4,
@@ -280,9 +280,11 @@ def test_a_batch_size_without_effect_is_said(
 ) -> None:
     first = Layout(4, 3, 2, 24)
     state = ElasticState("", 1, first, first, Position(), 0, 0, 64)
-    deal = deal_of(0, world_size=ranks, resumed=state, policy=policy)
-    deal.deal(DataLoader(Squares(64), now))
-    assert ("took 3 samples and 2 micro-batches when the run began" in deal.left_out) == is_said
+    data_shards = data_shards_of(0, world_size=ranks, resumed=state, policy=policy)
+    data_shards.shard(DataLoader(Squares(64), now))
+    assert (
+        "took 3 samples and 2 micro-batches when the run began" in data_shards.left_out
+    ) == is_said
 
 
 @KINDS
@@ -296,17 +298,20 @@ def test_the_rest_of_an_epoch_is_dealt_to_other_ranks(
     is_map = make is squares
 
     def dealt(rank: int, **of: Any) -> tuple[DataShards, DataLoader[Any]]:
-        deal = deal_of(rank, **of)
-        deal.cursor.set_epoch(1)
+        data_shards = data_shards_of(rank, **of)
+        data_shards.cursor.set_epoch(1)
         options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
         data = Squares(size) if is_map else Numbers(size)
         user = DataLoader(data, 3, shuffle=True if is_map else None, collate_fn=as_list, **options)
-        return deal, deal.deal(user)
+        return data_shards, data_shards.shard(user)
 
     in_order = [sample for each in dealt(0, world_size=1)[1] for sample in each]
     ranks = [dealt(rank, world_size=before) for rank in range(before)]
     iterations = [iter(loader) for _, loader in ranks]
-    steps = [steps_of(each, deal.plan()) for each, (deal, _) in zip(iterations, ranks, strict=True)]
+    steps = [
+        steps_of(each, data_shards.plan())
+        for each, (data_shards, _) in zip(iterations, ranks, strict=True)
+    ]
     found = [sorted(chain(*map(next, steps)))]
     for each in iterations:
         next(each)  # of the step that is interrupted
@@ -316,13 +321,16 @@ def test_the_rest_of_an_epoch_is_dealt_to_other_ranks(
     else:
         ranks.append(dealt(0, world_size=1, begun=ranks[0][0].first))
         iterations.append(iter(ranks[-1][1]))
-    for rank, (deal, _) in enumerate(ranks):
-        deal.deal_again(Position(1, batch, 1), rank=rank, world_size=after)
+    for rank, (data_shards, _) in enumerate(ranks):
+        data_shards.reshard(Position(1, batch, 1), rank=rank, world_size=after)
     if workers or not is_map:  # what they have fetched ahead is not dealt to them any more
         iterations = [iter(loader) for _, loader in ranks]
-    steps = [steps_of(each, deal.plan()) for each, (deal, _) in zip(iterations, ranks, strict=True)]
+    steps = [
+        steps_of(each, data_shards.plan())
+        for each, (data_shards, _) in zip(iterations, ranks, strict=True)
+    ]
     found += [sorted(chain(*of_ranks)) for of_ranks in zip(*steps, strict=True)]
     assert all(next(each, None) is None for each in iterations)
     assert found == [sorted(in_order[at : at + batch]) for at in range(0, size, batch)]
-    for deal, _ in ranks:
-        deal.close()
+    for data_shards, _ in ranks:
+        data_shards.close()

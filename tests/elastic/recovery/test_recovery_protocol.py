@@ -131,10 +131,10 @@ def verify(facts: Facts) -> None:
     assert after.step == max(steps.values()) >= 0
     assert after.source in newest
     assert after.finite == facts.reports[newest[0]].finite
-    parts = [*newest, *after.commits, *after.heals]
-    assert sorted(parts) == sorted(members), "each is newest, commits or is healed, and only one"
+    parts = [*newest, *after.applies, *after.heals]
+    assert sorted(parts) == sorted(members), "each is newest, applies or is healed, and only one"
     assert {*after.newcomers} <= {*after.heals}
-    for who in after.commits:
+    for who in after.applies:
         assert facts.reports[who].holds
         assert steps[who] + 1 == after.step
 
@@ -234,17 +234,17 @@ def test_the_leader_stays_and_its_heir_has_the_state() -> None:
 
 
 def test_one_has_applied_the_step() -> None:
-    """Whoever holds all payloads commits, with the result of who has the answer; others heal."""
+    """Whoever holds all payloads applies, with the result of who has the answer; others heal."""
     now = generation(4)
     after = Facts(now, stop(now, "failed", "holds", "applied", "trains"), dead={name(3): ""}).made
-    assert (after.commits, after.heals, after.source) == (("0.1.0",), ("0.0.0",), "1.0.0")
+    assert (after.applies, after.heals, after.source) == (("0.1.0",), ("0.0.0",), "1.0.0")
     assert (after.step, after.finite) == (STEP + 1, False)
 
 
 def test_all_hold_and_nobody_has_the_answer() -> None:
     now = generation(2)
     after = Facts(now, stop(now, "holds", "holds")).made
-    assert (after.step, after.commits, after.heals) == (STEP, (), ())
+    assert (after.step, after.applies, after.heals) == (STEP, (), ())
 
 
 def test_newcomers_beyond_the_most_wait() -> None:

@@ -97,7 +97,7 @@ class ObjectStorage(Storage):
                 return []
         limit = (time.time() - _ABANDONED) * 1e9
         try:
-            old = [each for each in saves.values() if max(map(self.modified_ns, each)) < limit]
+            old = [save for save in saves.values() if max(map(self.modified_ns, save)) < limit]
         except NotImplementedError:  # a store that does not say
             return []
         return [path for each in old for path in each]

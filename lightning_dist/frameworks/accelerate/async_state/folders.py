@@ -93,7 +93,7 @@ def next_in(folder: str, project: Any, *, pending: Iterable[str]) -> Destination
     number = max({project.iteration - 1} | _numbers(os.listdir(folder)) | under_way) + 1
     superseded: list[int] = []
     if project.total_limit is not None:
-        found = (each.description for each in checkpoints(folder))
+        found = (checkpoint.description for checkpoint in checkpoints(folder))
         own = _numbers(each.path for each in found if each is not None and is_original(each))
         superseded = sorted(own | under_way | {number})[: -max(project.total_limit, 1)]
     return Destination(

@@ -120,7 +120,7 @@ class AsyncCheckpoint(ModelCheckpoint):
 
     def _require_alike(self, trainer: pl.Trainer) -> None:
         settings = [self.settings, *(callback.settings for callback in callbacks_of(trainer))]
-        if len(verify := {each.verify for each in settings}) > 1:
+        if len(verify := {setting.verify for setting in settings}) > 1:
             raise ValueError(
                 "A trainer loads one checkpoint for all of its callbacks, so each AsyncCheckpoint "
                 f"needs the same verify=; got {', '.join(map(repr, sorted(verify)))}"

@@ -331,7 +331,7 @@ def require_same_model(saved: Mapping[str, Tensor], model: nn.Module, path: str)
 
 def _has_a_say(model: nn.Module) -> bool:
     """Whether parameters get their shape, or names their meaning, while a state is loaded."""
-    if any(is_lazy(each) for each in chain(model.parameters(), model.buffers())):
+    if any(is_lazy(parameter) for parameter in chain(model.parameters(), model.buffers())):
         return True
     return any(map(loads_by_itself, model.modules()))
 

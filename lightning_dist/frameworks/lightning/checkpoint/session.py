@@ -197,7 +197,7 @@ class CheckpointSession(Saves):
 
     def keep(self, path: str) -> None:
         """Do not remove ``path`` after all."""
-        self._removals = [each for each in self._removals if each != path]
+        self._removals = [removal for removal in self._removals if removal != path]
         if self._first is not None:
             self._first.keep(path)
 
@@ -246,7 +246,7 @@ class CheckpointSession(Saves):
         for target in by_rank[leader]["committed"]:
             self.displaced.succeed(target)
         if failures:
-            targets = [each.target for each in failures]
+            targets = [failure.target for failure in failures]
             back = self._back(targets)
             # The leader knows the files, every rank the scores.
             files = self._all.of_leader(
@@ -302,9 +302,9 @@ class CheckpointSession(Saves):
             self.drain(timeout)
         self.poll()
         failures = self.take().values()
-        self._correct([each.target for each in failures])
-        for each in failures:
-            rank_zero.warn(each.message)
+        self._correct([failure.target for failure in failures])
+        for failure in failures:
+            rank_zero.warn(failure.message)
         if deadline is None:
             self._end_in_order()
             return

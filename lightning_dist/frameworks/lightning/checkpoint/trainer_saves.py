@@ -82,7 +82,7 @@ def weights_may_change(trainer: pl.Trainer) -> bool:
     # ModelCheckpoint puts `saved_models` into `layer`, saves, and takes it out again.
     swapped = not module.automatic_optimization and hasattr(module, "saved_models")
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-    averaged = any(isinstance(each, _AVERAGING) for each in callbacks)
+    averaged = any(isinstance(callback, _AVERAGING) for callback in callbacks)
     ends = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or trainer.should_stop
     done = trainer.max_steps is not None and 0 <= trainer.max_steps <= trainer.global_step
     return swapped or averaged or ends or done

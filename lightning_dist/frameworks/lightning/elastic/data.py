@@ -1,4 +1,4 @@
-"""Data of a trainer that is dealt anew, and trainings that cannot."""
+"""Data of a trainer that can be resharded, and trainings whose data cannot."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class TrainerDataShards(DataShards):
             translated where a step takes another number of micro-batches than the script says.
         exact: raise for a loader whose position cannot be kept; otherwise warn.
         on_first: called before the first batch is drawn in this process.
-        **deal: as of :class:`.DataShards`.
+        **shards: as of :class:`.DataShards`.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, *, exact: bool, on_first: Callable[[], None], **deal: Any
+        self, trainer: pl.Trainer, *, exact: bool, on_first: Callable[[], None], **shards: Any
     ) -> None:
         super().__init__(
             accumulate=trainer.accumulate_grad_batches,
-            **deal,
+            **shards,
         )
         self._trainer = trainer
         self._exact = exact
@@ -65,7 +65,7 @@ class TrainerDataShards(DataShards):
         in_process = getattr(loader, "num_workers", 0) == 0
         on_first = self._on_first if in_process else lambda: None
         try:
-            return self.deal(loader, on_first=on_first)
+            return self.shard(loader, on_first=on_first)
         except NotExactError as reason:
             return self._leave(loader, reason)
 
@@ -142,9 +142,9 @@ class TrainerDataShards(DataShards):
             )
 
     @override
-    def deal_again(self, position: Position, *, rank: int, world_size: int) -> None:
+    def reshard(self, position: Position, *, rank: int, world_size: int) -> None:
         self.cursor.set_epoch(position.epoch)
-        super().deal_again(position, rank=rank, world_size=world_size)
+        super().reshard(position, rank=rank, world_size=world_size)
         self.refresh()
 
     def refresh(self) -> None:
@@ -152,7 +152,7 @@ class TrainerDataShards(DataShards):
         trainer: Any = self._trainer
         loop, interval = trainer.fit_loop, trainer.val_check_interval
         loader = private.combined_train_loader(trainer)
-        if not self.is_dealt or loader is None:
+        if not self.is_sharded or loader is None:
             return
         passes = len(self.plan())
         if loop.max_batches == passes:
@@ -231,7 +231,7 @@ def require_recoverable_fit(trainer: pl.Trainer, data: TrainerDataShards) -> Non
         "a GradScaler under a Trainer": getattr(trainer.precision_plugin, "scaler", None)
         is not None,
         "LBFGS, which computes gradients several times in a step": "LBFGS" in kinds,
-        "a train dataloader whose samples cannot be resharded": not data.is_dealt,
+        "a train dataloader whose samples cannot be resharded": not data.is_sharded,
     }
     sharded = [saver for saver in trainer.checkpoint_callbacks if _is_sharded(saver)]
     wrong["a checkpoint with format='sharded', which all of the first ranks write"] = bool(sharded)

@@ -151,7 +151,7 @@ class KeptSource(private.DataLoaderSource):
 
     Args:
         usual: the loop's own, which this stands in for.
-        take: what is done with them; the train dataloader is dealt.
+        take: what is done with them; the train dataloader is sharded.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class KeptSource(private.DataLoaderSource):
 
 
 def place_sources(trainer: pl.Trainer, data: TrainerDataShards) -> None:
-    """Stand in for the sources of a fit; the train dataloader is dealt by ``data``."""
+    """Stand in for the sources of a fit; the train dataloader is sharded by ``data``."""
     _restore_sources(trainer)
     fit: Any = trainer.fit_loop
     validation = fit.epoch_loop.val_loop

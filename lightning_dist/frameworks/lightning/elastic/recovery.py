@@ -380,7 +380,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
         if is_new:
             self._strategy.meets()
             return
-        self.data.deal_again(state.position, rank=members.rank, world_size=members.world_size)
+        self.data.reshard(state.position, rank=members.rank, world_size=members.world_size)
         plan, is_between = self.data.plan(), self._begins_epoch or self._has_ended
         before, passes = state.position.epoch * len(plan), plan.first_micro_batch
         place_at_step(trainer, None if is_between else passes, before=before)
@@ -414,7 +414,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
         super().take_again(has_computed=has_computed)
 
     def _complete_step(self, closure: Callable[[], Any]) -> Any:
-        """Compute ``closure``; again, with what the present ranks are dealt, where one is lost."""
+        """Compute ``closure``; again, with the shards of the present ranks, where one is lost."""
         recovery, compute = self._recovery, closure
         with self.sections.at("step"):
             while True:

@@ -234,7 +234,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             return
         data = self._at.data
         first, now = data.layouts
-        if data.is_dealt:
+        if data.is_sharded:
             schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
             session.scale_rates(trainer.optimizers, schedulers, first=first, now=now)
         self._at.restore_metrics()

@@ -159,11 +159,11 @@ class TrainerLoop(TrainingLoop):
         self._epoch = self._trainer.current_epoch
         if self._before_iteration is None:
             self._before_iteration = self._processed
-        self.micro_batch = self.data.plan().micro_batch_at(index) if self.data.is_dealt else None
+        self.micro_batch = self.data.plan().micro_batch_at(index) if self.data.is_sharded else None
 
     def end_micro_batch(self) -> None:
         """The optimizer has stepped, or gradients are accumulated."""
-        if self.data.is_dealt:
+        if self.data.is_sharded:
             self._in_epoch = self.data.plan().after(self._processed).samples
         # A validation that is cut short begins anew, so it has to draw the same again.
         due = private.is_validation_due(self._trainer)
@@ -185,7 +185,7 @@ class TrainerLoop(TrainingLoop):
     @override
     def position(self) -> Position:
         ended = self._loop.epoch_progress.current.processed
-        if not self.data.is_dealt:
+        if not self.data.is_sharded:
             return Position(ended)
         if self._epoch is None:
             return self.data.cursor.begin
@@ -203,7 +203,7 @@ class TrainerLoop(TrainingLoop):
     @property
     @override
     def total_samples(self) -> int:
-        if not self.data.is_dealt:
+        if not self.data.is_sharded:
             return 0
         return self._before_epoch + (self._in_epoch if self._has_ended else self.position.samples)
 
@@ -223,8 +223,8 @@ class TrainerLoop(TrainingLoop):
         if data.own_state is not None:
             return  # within an epoch, as Lightning counts it
         position, steps = state.position, state.total_steps
-        before = position.epoch * len(data.plan()) if data.is_dealt else 0
-        if not data.is_dealt or position.samples == 0:
+        before = position.epoch * len(data.plan()) if data.is_sharded else 0
+        if not data.is_sharded or position.samples == 0:
             place_at_epoch_begin(self._trainer, position.epoch, steps=steps, passes=before)
             return
         passes = data.plan().micro_batches_after(position.steps)

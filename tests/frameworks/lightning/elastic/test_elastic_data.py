@@ -98,7 +98,7 @@ def test_validations_stay_at_their_steps_when_ranks_are_lost_and_come(
         fit_loop=loop,
         lightning_module=SimpleNamespace(automatic_optimization=True),
     )
-    deal = TrainerDataShards(
+    data_shards = TrainerDataShards(
         trainer,
         exact=True,
         on_first=lambda: None,
@@ -110,10 +110,10 @@ def test_validations_stay_at_their_steps_when_ranks_are_lost_and_come(
         begun=None,
         seed=0,
     )
-    deal.take(DataLoader(range(size), batch_size=4))  # type: ignore[arg-type]
+    data_shards.take(DataLoader(range(size), batch_size=4))  # type: ignore[arg-type]
     found = []
     for world_size in (4, 3, 4):
-        deal.deal_again(Position(0, 16, 1), rank=0, world_size=world_size)
+        data_shards.reshard(Position(0, 16, 1), rank=0, world_size=world_size)
         found.append(trainer.val_check_batch)
     assert found == intervals
 
