@@ -103,7 +103,7 @@ def is_there(owner: str, name: str) -> bool:
     # A compiled backward pass replaces Module.__init__.
     return any(
         name in vars(base).get("__annotations__", {})
-        or any(_sets(each, name) for each in vars(base).values())
+        or any(_sets(member, name) for member in vars(base).values())
         for base in kind.__mro__
     )
 
@@ -123,7 +123,7 @@ def _sets(method: Any, name: str) -> bool:
         return False
     stores = _STORES if function.__name__ == "__init__" else _STORES[:1]
     code = dis.get_instructions(function)
-    return any(each.argval == name and each.opname in stores for each in code)
+    return any(instruction.argval == name and instruction.opname in stores for instruction in code)
 
 
 def _is_untested(package: str) -> bool:

@@ -264,7 +264,7 @@ class Checkpointer:
             error.__cause__ = problem
         mine = {"save_id": origin.save_id, "created_ns": origin.created_ns, "order": origin.order}
         by_rank = ranks.all({"origin": mine, "shape": shape}, error=error)
-        alike = all(each["shape"] == by_rank[0]["shape"] for each in by_rank)
+        alike = all(facts["shape"] == by_rank[0]["shape"] for facts in by_rank)
         return replace(origin, **by_rank[0]["origin"]), alike
 
     def _pickled(self, state: Any) -> Pickled:

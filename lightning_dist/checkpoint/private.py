@@ -55,7 +55,9 @@ def loads_by_itself(module: nn.Module) -> bool:
     CHECKPOINTS.require()
     methods = (getattr(type(module), name) for name in ("load_state_dict", "_load_from_state_dict"))
     of_torch = (str(getattr(method, "__module__", "")).partition(".")[0] for method in methods)
-    return bool(module._load_state_dict_pre_hooks) or any(each != "torch" for each in of_torch)
+    return bool(module._load_state_dict_pre_hooks) or any(
+        package != "torch" for package in of_torch
+    )
 
 
 # What torch's own checkpoints ask: offsets follow from the order of shards as well.

@@ -68,7 +68,7 @@ class Removals:
     def cancel(self, path: str) -> None:
         """``path`` is to stay, or is written anew."""
         self._asked.pop(path, None)
-        self._again = [each for each in self._again if each != path]
+        self._again = [again for again in self._again if again != path]
 
     def answered(self, path: str, *, waits: bool) -> None:
         """The writer has done it, or will after the next success."""
@@ -137,7 +137,7 @@ class WriterQueue:
     def is_pending(self, target: str) -> bool:
         """Whether it is being saved, or linked to."""
         with self._changed:
-            saves = (each.save.target == target for each in self._in_flight.values())
+            saves = (flight.save.target == target for flight in self._in_flight.values())
             links = (isinstance(e, Link) and e.target == target for e, _ in self._operations)
             return any(saves) or any(links)
 
@@ -167,7 +167,7 @@ class WriterQueue:
         """
         with self._changed:
             # Looking at the files for progress would hang where the file system does.
-            nbytes = sum(each.nbytes for each in self._in_flight.values())
+            nbytes = sum(flight.nbytes for flight in self._in_flight.values())
             limit = self._patience + nbytes / SLOWEST_UPLOAD
             if not self._changed.wait_for(
                 lambda: len(self._in_flight) < self._settings.max_in_flight, limit
@@ -274,14 +274,14 @@ class WriterQueue:
             )
 
     def _targets(self) -> str:
-        return ", ".join(each.save.target for each in self._in_flight.values())
+        return ", ".join(flight.save.target for flight in self._in_flight.values())
 
     def _give_copies_up(self) -> None:
         with self._changed:
-            for each in self._in_flight.values():
+            for flight in self._in_flight.values():
                 with suppress(InvalidStateError):  # copied
-                    each.copied.set_result("its copy was not complete at close()")
-                    each.memory = None  # not released: the copy may go on
+                    flight.copied.set_result("its copy was not complete at close()")
+                    flight.memory = None  # not released: the copy may go on
 
     def _put_prepared(self, save: Save, memory: SnapshotMemory | None, copied: Future[str]) -> None:
         if problem := copied.result():  # the writer and the other ranks have to know
@@ -335,7 +335,9 @@ class WriterQueue:
         """Remove one operation on ``target`` of ``writer``; another writer may have one too."""
         with self._changed:
             of_writer = (operation for operation in self._operations if operation[1] is writer)
-            ended = next((each for each in of_writer if each[0].target == target), None)
+            ended = next(
+                (operation for operation in of_writer if operation[0].target == target), None
+            )
             if ended is not None:  # not lost with its writer
                 self._operations.remove(ended)
             self._changed.notify_all()
@@ -343,7 +345,7 @@ class WriterQueue:
     def _lost(self, writer: AnyWriter, reason: str) -> None:
         """``writer`` has ended by itself, so all of its jobs are lost."""
         with self._changed:
-            lost = [each.save for each in self._in_flight.values() if each.writer is writer]
+            lost = [flight.save for flight in self._in_flight.values() if flight.writer is writer]
             links = [e for e, with_ in self._operations if with_ is writer and self._is_missing(e)]
             self._operations = [
                 operation for operation in self._operations if operation[1] is not writer

@@ -37,7 +37,7 @@ def choice(*values: bool | str | None) -> AllowedValues:
 
 
 def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
-    return any(type(value) is type(each) and value == each for each in values)
+    return any(type(value) is type(allowed) and value == allowed for allowed in values)
 
 
 def is_whole(value: object) -> bool:
@@ -125,15 +125,15 @@ def settings_of(family: type[Any]) -> Mapping[str, Setting]:
     """Settings that take effect in a family by name: its own, then those of its bases."""
 
     def place(of: Field[Any]) -> tuple[int, int]:
-        declared = [[*vars(each).get("__annotations__", ())] for each in family.__mro__]
+        declared = [[*vars(base).get("__annotations__", ())] for base in family.__mro__]
         base = next(i for i, names in enumerate(declared) if of.name in names)
         return base, declared[base].index(of.name)
 
     found = {}
-    for each in sorted(fields(family), key=place):
-        declared: Setting | None = each.metadata.get("setting")
+    for found_field in sorted(fields(family), key=place):
+        declared: Setting | None = found_field.metadata.get("setting")
         if declared is not None and (not declared.under or family.kind in declared.under):
-            found[each.name] = replace(declared, name=each.name)
+            found[found_field.name] = replace(declared, name=found_field.name)
     return found
 
 

@@ -268,7 +268,7 @@ class LocalUpdateSettings(ExchangeSettings):
     @property
     def outer(self) -> dict[str, Any]:
         """The settings that those of an exchange have not, JSON-able."""
-        of_exchange = {each.name for each in fields(ExchangeSettings)}
+        of_exchange = {field.name for field in fields(ExchangeSettings)}
         return {
             name: getattr(self, name)
             for name, declared in settings_of(type(self)).items()

@@ -36,7 +36,7 @@ def require_only(options: Mapping[str, Any], family: type[ExchangeSettings]) -> 
 
 def no_effect(name: str, value: object, family: type[ExchangeSettings]) -> str:
     """The message for a setting of another family."""
-    owner = next(each.kind for each in FAMILIES if name in settings_of(each))
+    owner = next(family.kind for family in FAMILIES if name in settings_of(family))
     remedy = family.instead.get(name) or family.instead.get(owner, "remove it")
     return (
         f"{name} is a setting of {owner} and cannot take effect under {family.kind}, got "
@@ -64,10 +64,10 @@ def unknown(
         prefix: of all names, which makes none of them a near match.
         listed: text in the place of all names.
     """
-    bare = [each.removeprefix(prefix) for each in known]
+    bare = [name.removeprefix(prefix) for name in known]
     given = str(name).removeprefix(prefix)
     words = set(given.split("_"))
-    longer = [each for each in bare if words <= set(each.split("_"))]  # a word was left out
+    longer = [name for name in bare if words <= set(name.split("_"))]  # a word was left out
     other = _OTHER_WORDS.get(given)
     near = [other] if other in bare else difflib.get_close_matches(given, longer or bare, n=1)
     valid = f"valid names: {listed or ', '.join(known)}"

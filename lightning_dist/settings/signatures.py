@@ -91,7 +91,7 @@ def takes(
                 for other in others:
                     raise ValueError(unknown(other, tuple(shown.parameters)[1:], where=of.__name__))
             bound = shown.bind(*args, **kwargs).arguments
-            chosen = {each: bound.pop(each) for each in offered if each in bound}
+            chosen = {name: bound.pop(name) for name in offered if name in bound}
             before, after = _parted(own, bound, name)
             return function(*before, **{name: (make or family)(**chosen)}, **after)
 
@@ -115,7 +115,10 @@ def _family_of(of: Callable[..., Any], family: type[Any]) -> type[Any]:
     """The family that users of a class give: of its first constructor that takes one."""
     bases = of.__mro__ if isinstance(of, type) else ()
     found = (getattr(vars(base).get("__init__"), "settings", None) for base in bases)
-    return next((each for each in found if each is not None and issubclass(each, family)), family)
+    return next(
+        (settings for settings in found if settings is not None and issubclass(settings, family)),
+        family,
+    )
 
 
 def _require_kind(settings: Any, family: type[Any], *, of: Callable[..., Any]) -> None:
@@ -154,7 +157,7 @@ def _shown(
     for base in reversed(family.__mro__):
         names |= vars(sys.modules[base.__module__])
     names |= _TYPES
-    hints = {each.name: str(each.type) for each in fields(family)}
+    hints = {field.name: str(field.type) for field in fields(family)}
     parameters = [parameter for parameter in own.parameters.values() if parameter.name != name]
     for each, declared in offered.items():
         how = Parameter.POSITIONAL_OR_KEYWORD if declared.positional else Parameter.KEYWORD_ONLY
@@ -211,7 +214,7 @@ def shows_arguments_of(base: type) -> Callable[[F], F]:
         shown: Any = function
         own = signature(function)
         self, *rest = own.parameters.values()
-        ours = [each for each in rest if each.kind is Parameter.KEYWORD_ONLY]
+        ours = [parameter for parameter in rest if parameter.kind is Parameter.KEYWORD_ONLY]
         theirs = signature(base).parameters.values()
         shown.__signature__ = own.replace(parameters=[self, *theirs, *ours])
         return function

@@ -116,9 +116,9 @@ def _close_in_forks() -> None:
 
 
 def _close_inherited() -> None:
-    for each in _open:
+    for file in _open:
         with suppress(OSError):  # another thread of the parent was about to
-            os.close(each.descriptor)
+            os.close(file.descriptor)
     _open.clear()
 
 

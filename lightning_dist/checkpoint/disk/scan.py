@@ -251,8 +251,12 @@ def saved_by(run: str, folder: str, *, resumed: str | None) -> list[Description]
         for checkpoint in reversed(checkpoints(folder))
         if checkpoint.description
     ]
-    own = [each for each in found if each.origin and each.origin.run == run and is_original(each)]
-    paths = [each.path for each in own]
+    own = [
+        description
+        for description in found
+        if description.origin and description.origin.run == run and is_original(description)
+    ]
+    paths = [description.path for description in own]
     after = paths.index(resumed) + 1 if resumed in paths else len(own)
     return own[after:] + own[:after]
 

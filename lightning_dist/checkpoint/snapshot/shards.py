@@ -114,7 +114,7 @@ def load_lazily(path: str, *, weights_only: bool | None = None) -> Iterator[Lazy
     with opened(path, check=False) as file:
         load = partial(restricted_load, file, path=path, weights_only=weights_only)
         state = load(map_location="cpu" if weights_only is False else "meta")
-        if not all(knows_offset(each) for each in tensors_in(state) if each.is_meta):
+        if not all(knows_offset(tensor) for tensor in tensors_in(state) if tensor.is_meta):
             file.seek(0)
             state = load(map_location="cpu")
         yield LazyState(file, state)
@@ -127,7 +127,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
         found.update({key: function(each) for key, each in value.items()})
         return found
     if isinstance(value, list | tuple):
-        items = [function(each) for each in value]
+        items = [function(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 

@@ -93,7 +93,7 @@ def _attach(
     replicas: Replicas,
 ) -> LocalUpdates:
     given = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    optimizers = [getattr(each, "optimizer", each) for each in given]
+    optimizers = [getattr(prepared, "optimizer", prepared) for prepared in given]
     if replicas == "node":
         assert isinstance(model, DistributedDataParallel)
         rebuild_ddp(model, node_group(model.process_group, settings, device=model.device))
@@ -205,8 +205,12 @@ class LocalUpdatesPlugin:
         prepared = prepare(*args, **kwargs)
         optimizers = prepared_optimizers(self._accelerator)
         found = prepared if isinstance(prepared, tuple) else (prepared,)
-        self._models += [before_compile(each) for each in found if isinstance(each, nn.Module)]
-        trained = [each for each in self._models if isinstance(each, DistributedDataParallel)]
+        self._models += [before_compile(item) for item in found if isinstance(item, nn.Module)]
+        trained = [
+            candidate
+            for candidate in self._models
+            if isinstance(candidate, DistributedDataParallel)
+        ]
         if len(trained) > 1:
             raise ValueError(
                 "a LocalUpdatesPlugin trains one model, got a second one; call "

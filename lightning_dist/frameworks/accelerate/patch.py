@@ -33,7 +33,7 @@ def attached_everywhere(attach: Callable[[Accelerator], Any]) -> Iterator[list[A
 
     def ensure(accelerator: Accelerator) -> bool:
         """Whether it was attached just now."""
-        if any(accelerator is each for each in seen):
+        if any(accelerator is known for known in seen):
             return False
         if not hasattr(accelerator.state, "distributed_type"):
             return False  # it was reset, which Accelerate says itself

@@ -25,7 +25,7 @@ log = get_logger(__name__)
 def owners(accelerator: Accelerator) -> list[Sync]:
     """What keeps replicas of the prepared models equal and is saved beside them, in their order."""
     found = [sync_of(model) for model in prepared_models(accelerator)]
-    return [each for each in found if each is not None and not each.is_own_object]
+    return [sync for sync in found if sync is not None and not sync.is_own_object]
 
 
 @contextmanager

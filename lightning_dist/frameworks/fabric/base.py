@@ -111,7 +111,7 @@ class SyncStrategy(ParallelStrategy):
         self._stepping[optimizer] = None
         for place, sync in enumerate(self.syncs):
             if sync.trains(optimizer):
-                own = [each for each in self._stepping if sync.trains(each)]
+                own = [stepping for stepping in self._stepping if sync.trains(stepping)]
                 sync.connect(own, self._environment())
                 self._first.setdefault(place, ref(optimizer))
         return super().setup_optimizer(optimizer)

@@ -84,7 +84,7 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
     @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         stock = super().get_module_state_dict
-        sync = next((each for each in self.syncs if each.is_of(module)), None)
+        sync = next((candidate for candidate in self.syncs if candidate.is_of(module)), None)
         return stock(module) if sync is None else sync.weights_to_save(lambda: stock(module))
 
 

@@ -79,7 +79,9 @@ class ObjectStorage(Storage):
 
     def leftovers(self, folder: str) -> list[str]:
         paths = [f"{folder}/{name}" for name in self.names(folder)]
-        return [path for each in paths if self.is_folder(each) for path in self._abandoned(each)]
+        return [
+            path for folder in paths if self.is_folder(folder) for path in self._abandoned(folder)
+        ]
 
     def _abandoned(self, folder: str) -> list[str]:
         """Parts of saves that were killed before their manifest was uploaded."""
@@ -100,7 +102,7 @@ class ObjectStorage(Storage):
             old = [save for save in saves.values() if max(map(self.modified_ns, save)) < limit]
         except NotImplementedError:  # a store that does not say
             return []
-        return [path for each in old for path in each]
+        return [path for save in old for path in save]
 
 
 class _ObjectSink:

@@ -94,10 +94,14 @@ def next_in(folder: str, project: Any, *, pending: Iterable[str]) -> Destination
     superseded: list[int] = []
     if project.total_limit is not None:
         found = (checkpoint.description for checkpoint in checkpoints(folder))
-        own = _numbers(each.path for each in found if each is not None and is_original(each))
+        own = _numbers(
+            description.path
+            for description in found
+            if description is not None and is_original(description)
+        )
         superseded = sorted(own | under_way | {number})[: -max(project.total_limit, 1)]
     return Destination(
-        _numbered(folder, number), number, [_numbered(folder, each) for each in superseded]
+        _numbered(folder, number), number, [_numbered(folder, old) for old in superseded]
     )
 
 

@@ -228,7 +228,7 @@ class CheckpointSession(Saves):
         self.poll()
         if self._trainer.is_global_zero and self._settings.on_error == "raise":
             fatal = self.take(fatal=True).values()
-            self._correct([each.target for each in fatal])
+            self._correct([failure.target for failure in fatal])
             self.report(fatal)
 
     def agree_on_failures(self) -> list[Facts]:
