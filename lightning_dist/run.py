@@ -15,47 +15,31 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 BAD_INPUT = 2
 
 
-@dataclass(frozen=True)
-class Script:
-    """The program to run: a file or a module, and its arguments."""
+def require_script(name: str, *, is_module: bool) -> None:
+    """Refuse a script that is not there."""
+    if not name or name.startswith("-"):
+        raise ValueError("No script: python -m lightning_dist.run script.py [ARGUMENTS]")
+    if not is_module and not Path(name).exists():
+        raise ValueError(
+            f"There is no script {name}; give its path from the current folder, or -m MODULE"
+        )
 
-    name: str
-    arguments: list[str]
-    is_module: bool
 
-    @classmethod
-    def parse(cls, words: Sequence[str]) -> Script:
-        """``script.py ARGUMENTS`` or ``-m module ARGUMENTS``.
-
-        Raises:
-            ValueError: there is none.
-        """
-        is_module = list(words[:1]) == ["-m"]
-        name, *arguments = list(words[is_module:]) or [""]
-        if not name or name.startswith("-"):
-            raise ValueError("No script: python -m lightning_dist.run script.py [ARGUMENTS]")
-        if not is_module and not Path(name).exists():
-            raise ValueError(
-                f"There is no script {name}; give its path from the current folder, or -m MODULE"
-            )
-        return cls(name, arguments, is_module)
-
-    def run(self) -> None:
-        """As ``python script.py ARGUMENTS`` would."""
-        sys.argv = [self.name, *self.arguments]
-        if self.is_module:
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-        else:
-            # In the place of the current folder, which -m has put there.
-            sys.path[0] = str(Path(self.name).resolve().parent)
-            runpy.run_path(self.name, run_name="__main__")
+def run_script(name: str, arguments: Sequence[str], *, is_module: bool) -> None:
+    """Run a file or a module as ``python script.py ARGUMENTS`` would."""
+    sys.argv = [name, *arguments]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        # In the place of the current folder, which -m has put there.
+        sys.path[0] = str(Path(name).resolve().parent)
+        runpy.run_path(name, run_name="__main__")
 
 
 def main() -> None:
@@ -64,8 +48,10 @@ def main() -> None:
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return
+    is_module = words[:1] == ["-m"]
+    name, *arguments = words[is_module:] or [""]
     try:
-        script = Script.parse(words)
+        require_script(name, is_module=is_module)
         # Torch and Accelerate, which --help and a wrong word need not wait for.
         from lightning_dist import accelerate as ours
         from lightning_dist.frameworks.accelerate.patch import attached_everywhere
@@ -88,13 +74,13 @@ def main() -> None:
                 add(accelerator, attached)
 
         with attached_everywhere(attach) as seen:
-            script.run()
+            run_script(name, arguments, is_module=is_module)
     if not seen:
         from lightning_dist.base.log import prefixed
 
         print(
             prefixed(
-                f"{script.name} has prepared no model with an Accelerator, so nothing was "
+                f"{name} has prepared no model with an Accelerator, so nothing was "
                 "compressed; call accelerator.prepare(model) in it"
             ),
             file=sys.stderr,

@@ -75,8 +75,8 @@ from benchmarks.harness.tables import of_link
 from benchmarks.harness.testbed import Testbed
 from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_FSDP, WHATIF_SCALING
 from benchmarks.step_time.tables import LOCAL_STEPS
+from lightning_dist.measurement import CodecCost
 from lightning_dist.measurement.calibration import calibrate
-from lightning_dist.measurement.costs import CodecCost
 from lightning_dist.profiling.capture.session import ProfileSessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.session.models import as_ddp

@@ -1,7 +1,7 @@
 """The program ``lightning-dist``.
 
-Commands raise what is wrong; :func:`~lightning_dist.cli.errors.reported` makes one line and an exit
-code of it. Nothing here imports torch until a command needs it.
+Commands raise what is wrong; :func:`~lightning_dist.cli.command.reported` makes one line and an
+exit code of it. Nothing here imports torch until a command needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lightning_dist.cli.bench import bench
 from lightning_dist.cli.codecs import codecs
 from lightning_dist.cli.config import config
 from lightning_dist.cli.doctor import doctor
-from lightning_dist.cli.launch import PASS_ON, USAGE, launch
+from lightning_dist.cli.launch import PASS_ON, launch
+from lightning_dist.cli.launch_plan import USAGE
 
 _PACKAGES = ("lightning", "accelerate", "transformers", "triton", "wandb")
 """Installed ones of these are in the output of ``--version``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import typer
 from rich.filesize import decimal
 
 from lightning_dist.base.console import print_lines, print_table
-from lightning_dist.cli.errors import BAD_INPUT, reported
+from lightning_dist.cli.command import BAD_INPUT, Json, print_json, reported
 from lightning_dist.profiling.analysis.metrics import format_value
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def bench(
     timeout: Annotated[float, typer.Option(min=1, help="Timeout of a collective, seconds.")] = (
         300.0
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure how fast the ranks of torchrun exchange bytes. Rank 0 prints a table.
 
@@ -99,7 +98,7 @@ def bench(
     if not is_first:
         return
     if as_json:
-        typer.echo(json.dumps({"groups": [each.as_dict() for each in reports]}, indent=2))
+        print_json(groups=[report.as_dict() for report in reports])
         return
     for report in reports:
         print_report(report)
@@ -107,8 +106,8 @@ def bench(
 
 def nbytes_of(text: str, *, option: str) -> int:
     """``"1M"`` in bytes, as nccl-tests reads it: K, M and G are powers of 1024."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
-    nbytes = int(float(found[1]) * 1024 ** " KMG".index(found[2] or " ")) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    nbytes = int(float(match[1]) * 1024 ** " KMG".index(match[2] or " ")) if match else 0
     if nbytes < 1:
         raise ValueError(f"{option} must be bytes, or like 64K, 1M, 2G (of 1024), got {text!r}")
     return nbytes
@@ -142,18 +141,18 @@ def print_report(report: BenchReport) -> None:
     if report.pair_gbps is not None:
         _print_pairs(report, report.pair_gbps)
         return
-    best = max(each.busbw_gbps for each in report.rows)
+    best = max(row.busbw_gbps for row in report.rows)
     rows = [
         (
-            *(each.op, str(each.nbytes), str(each.count), "float32"),
+            *(row.op, str(row.nbytes), str(row.count), "float32"),
             *(
                 format_value(s * 1e3, "ms")
-                for s in (each.median, min(each.seconds), max(each.seconds))
+                for s in (row.median, min(row.seconds), max(row.seconds))
             ),
-            *(format_value(rate, "Gbit/s") for rate in (each.algbw_gbps, each.busbw_gbps)),
-            format_value(each.busbw_gbps / best, "%"),
+            *(format_value(rate, "Gbit/s") for rate in (row.algbw_gbps, row.busbw_gbps)),
+            format_value(row.busbw_gbps / best, "%"),
         )
-        for each in report.rows
+        for row in report.rows
     ]
     figures = ("median", "min", "max", "algbw", "busbw", "% of best")
     columns = ("op", "size (B)", "count", "dtype", *figures)

@@ -56,11 +56,11 @@ class BenchReport:
         derived = ("count", "algbw_gbps", "busbw_gbps")
         rows = [
             {
-                **asdict(each),
-                "median_seconds": each.median,
-                **{name: getattr(each, name) for name in derived},
+                **asdict(row),
+                "median_seconds": row.median,
+                **{name: getattr(row, name) for name in derived},
             }
-            for each in self.rows
+            for row in self.rows
         ]
         return {**asdict(self), "rows": rows}
 
@@ -86,17 +86,17 @@ def run(settings: BenchSettings) -> list[BenchReport]:
         members = members_of(scope, nodes)
         # A new group has torch's own timeout otherwise.
         groups = [(ranks, dist.new_group(list(ranks), timeout=timeout)) for ranks in members]
-        own: BenchReport | None = None
+        own_report: BenchReport | None = None
         for ranks, group in groups:
             if dist.get_rank() in ranks:
                 report = BenchReport(tuple(nodes), ranks, scope, backend, device.type)
-                own = _measured(report, settings, group=group, device=device)
-        found: list[BenchReport | None] = [None] * len(nodes)
-        dist.all_gather_object(found, own)  # also: nobody leaves before all are done
+                own_report = _measured(report, settings, group=group, device=device)
+        reports: list[BenchReport | None] = [None] * len(nodes)
+        dist.all_gather_object(reports, own_report)  # also: nobody leaves before all are done
     finally:
         destroy_group()
-    of_first = (found[ranks[0]] for ranks in members)
-    return [each for each in of_first if each is not None]
+    of_first = (reports[ranks[0]] for ranks in members)
+    return [report for report in of_first if report is not None]
 
 
 def members_of(scope: str, nodes: Sequence[str]) -> list[tuple[int, ...]]:
@@ -118,13 +118,13 @@ def members_of(scope: str, nodes: Sequence[str]) -> list[tuple[int, ...]]:
                 "name, give each its own LIGHTNING_DIST_HOSTNAME"
             )
         return [tuple(ranks[0] for ranks in by_node)]
-    found = [ranks for ranks in by_node if len(ranks) > 1]
-    if not found:
+    of_nodes = [ranks for ranks in by_node if len(ranks) > 1]
+    if not of_nodes:
         raise ValueError(
             "--group intra needs a node with 2 ranks or more, and every node has one: start more "
             "with --nproc-per-node"
         )
-    return found
+    return of_nodes
 
 
 def _measured(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any
@@ -32,34 +31,20 @@ from lightning_dist.checkpoint.disk.scan import (
     verify,
 )
 from lightning_dist.checkpoint.disk.storage import LocalStorage, Storage, storage_of
-from lightning_dist.cli.errors import DAMAGED, line_of, reported
+from lightning_dist.cli.command import DAMAGED, Json, line_of, print_json, reported
 
 PROTECTED = ("last", "latest", "best")
 """Checkpoints with such a name, and those they point to, are never removed."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Result of reading a checkpoint: its description, or a problem.
-
-    Args:
-        damaged: the problem is in its bytes, and not that they could not be read or understood.
-    """
-
-    path: str
-    description: Description | None
-    problem: str = ""
-    damaged: bool = False
-
-
-def check(path: str) -> Verdict:
+def check(path: str) -> Found:
     """Read the checkpoint at ``path`` to the last byte; a terminal shows which one it is."""
     try:
         with Console(stderr=True).status(Text(f"reading {path}")):
-            return Verdict(path, verify(path))
+            return Found(path, verify(path), verified=True)
     except (CheckpointError, OSError) as error:
         damaged = isinstance(error, CorruptCheckpointError)
-        return Verdict(path, None, without_path(line_of(error), path), damaged)
+        return Found(path, None, without_path(line_of(error), path), verified=damaged)
 
 
 def without_path(problem: str, path: str) -> str:
@@ -83,9 +68,7 @@ class PrunePlan:
         }
 
 
-def plan(
-    found: Sequence[Found], *, keep: int, check: Callable[[str], Verdict] = check
-) -> PrunePlan:
+def plan(found: Sequence[Found], *, keep: int) -> PrunePlan:
     """Keep the ``keep`` newest whole checkpoints, and remove older ones.
 
     Names of one save (links, copies) are one checkpoint, and only the name under which a run saved
@@ -95,7 +78,7 @@ def plan(
         found: as :func:`~lightning_dist.checkpoint.disk.scan.checkpoints` gives it.
     """
     result, enough = PrunePlan(), 0
-    copies = {each.path: why for each in found if (why := _copy_of(each))}
+    copies = {checkpoint.path: why for checkpoint in found if (why := _copy_of(checkpoint))}
     for paths in _saves(found):
         if enough >= keep:
             if any(_is_protected(path) or _is_link(path) for path in paths):
@@ -109,26 +92,27 @@ def plan(
         enough += whole and not all(_is_protected(path) or path in copies for path in paths)
         for path, problem in problems.items():
             (result.untouched if problem else result.kept).append((path, problem))
-    for each in found:
-        if each.description is None:
-            result.untouched.append((each.path, without_path(each.problem, each.path)))
-        elif each.description.origin is None:
-            result.untouched.append((each.path, "not written by lightning_dist"))
+    for checkpoint in found:
+        path = checkpoint.path
+        if checkpoint.description is None:
+            result.untouched.append((path, without_path(checkpoint.problem, path)))
+        elif checkpoint.description.origin is None:
+            result.untouched.append((path, "not written by lightning_dist"))
     return result
 
 
-def _saves(found: Sequence[Found]) -> list[list[str]]:
+def _saves(checkpoints: Sequence[Found]) -> list[list[str]]:
     """Paths of checkpoints of ours, by save, the newest first."""
     saves: dict[str, list[str]] = {}
-    for each in found:
-        if each.description is not None and each.description.origin is not None:
-            saves.setdefault(each.description.origin.save_id, []).append(each.path)
+    for checkpoint in checkpoints:
+        if checkpoint.description is not None and checkpoint.description.origin is not None:
+            saves.setdefault(checkpoint.description.origin.save_id, []).append(checkpoint.path)
     return list(saves.values())
 
 
-def _copy_of(found: Found) -> str:
-    """Reason why no run has written ``found`` under this name; empty: one has, or nobody knows."""
-    description = found.description
+def _copy_of(checkpoint: Found) -> str:
+    """Reason why no run has written it under this name; empty: one has, or nobody knows."""
+    description = checkpoint.description
     if description is None or description.origin is None or is_original(description):
         return ""
     return f"saved as {description.origin.name!r}; this is a copy or a link"
@@ -150,7 +134,6 @@ _SHARD = re.compile(r"shard-\d{5}-of-\d{5}-[0-9a-f]{16}\.bin")
 Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="Path or URL of a folder of checkpoints.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command()
@@ -166,9 +149,9 @@ def ls(folder: Folder, as_json: Json = False) -> None:
     found, owner = checkpoints(folder), owner_of(folder)
     leftovers = [_name_of(path) for path in storage.leftovers(inside)]
     if as_json:
-        _print_json(
+        print_json(
             folder=folder,
-            checkpoints=[_fields(each) for each in found],
+            checkpoints=[_fields(checkpoint) for checkpoint in found],
             owner=owner and vars(owner),
             leftovers=leftovers,
         )
@@ -204,20 +187,19 @@ def verify_command(
       lightning-dist ckpt verify checkpoints/last.ckpt
       lightning-dist ckpt verify checkpoints/ other/ --json
     """
-    found = [path for given in paths for path in _checkpoints_at(given)]
-    verdicts = []
-    for path in found:
-        verdict = check(path)
-        verdicts.append(verdict)
+    checked = []
+    for path in [path for given in paths for path in _checkpoints_at(given)]:
+        checkpoint = check(path)
+        checked.append(checkpoint)
         if as_json:
             continue
-        if verdict.description is not None:
-            _print_item("ok", path, _summary(verdict.description), color="green")
+        if checkpoint.description is not None:
+            _print_item("ok", path, _summary(checkpoint.description), color="green")
         else:
-            _print_item("PROBLEM", path, verdict.problem, color="red")
+            _print_item("PROBLEM", path, checkpoint.problem, color="red")
     if as_json:
-        _print_json(checkpoints=[_fields(verdict) for verdict in verdicts])
-    if any(verdict.problem for verdict in verdicts):
+        print_json(checkpoints=[_fields(checkpoint) for checkpoint in checked])
+    if any(checkpoint.problem for checkpoint in checked):
         raise typer.Exit(DAMAGED)
 
 
@@ -262,14 +244,14 @@ def prune(
         if planned.removed and not dry_run:
             _remove(planned, locked=lock is not None, asks=not yes, says=not as_json)
         if as_json:
-            _print_json(folder=folder, dry_run=dry_run, **planned.as_dict())
+            print_json(folder=folder, dry_run=dry_run, **planned.as_dict())
     finally:
         if lock is not None:
             lock.release()
 
 
 def _print_plan(planned: PrunePlan, found: list[Found]) -> None:
-    known = {each.path: each.description for each in found}
+    known = {checkpoint.path: checkpoint.description for checkpoint in found}
     for word, color, items in (
         ("keep", "green", planned.kept),
         ("leave", "yellow", planned.untouched),
@@ -329,7 +311,7 @@ def consolidate(
     with Console(stderr=True).status(f"reading {_name_of(source)}"):
         nbytes = reading.consolidate(source, target)
     if as_json:
-        _print_json(source=source, path=target, nbytes=nbytes)
+        print_json(source=source, path=target, nbytes=nbytes)
         return
     local = isinstance(goal, LocalStorage)
     opened = repr(target) if local else f"fsspec.open({target!r}).open()"
@@ -365,12 +347,12 @@ def _checkpoints_at(path: str) -> list[str]:
     is_one = is_checkpoint(storage, inside) or not storage.is_folder(inside)
     if is_one or any(map(_SHARD.fullmatch, storage.names(inside))):
         return [path]
-    found = [each.path for each in checkpoints(path)]
-    if not found:
+    paths = [checkpoint.path for checkpoint in checkpoints(path)]
+    if not paths:
         raise ValueError(
             f"There are no checkpoints in {path}; give the folder that they are saved to (dirpath)"
         )
-    return found
+    return paths
 
 
 def _print_item(word: str, path: str, text: str, *, color: str | None = None) -> None:
@@ -378,35 +360,31 @@ def _print_item(word: str, path: str, text: str, *, color: str | None = None) ->
     stdout_console().print(line, soft_wrap=True)
 
 
-def _print_json(**content: Any) -> None:
-    typer.echo(json.dumps(content, indent=2))
-
-
 def _name_of(path: str) -> str:
     """The last part of a path or URL."""
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _fields(found: Found | Verdict) -> dict[str, Any]:
-    """A checkpoint, or the result of reading it, for JSON."""
-    description = found.description
+def _fields(checkpoint: Found) -> dict[str, Any]:
+    """A checkpoint for JSON."""
+    description = checkpoint.description
     origin = None if description is None else description.origin
     created = origin and datetime.fromtimestamp(origin.created_ns / 1e9).astimezone()
     return {
-        "name": _name_of(found.path),
-        "path": found.path,
+        "name": _name_of(checkpoint.path),
+        "path": checkpoint.path,
         "kind": description and description.kind,
         "nbytes": description and description.nbytes,
         "step": origin and origin.step,
         "created": created and created.isoformat(),
         "ranks": origin and origin.ranks,
-        "problem": without_path(found.problem, found.path) or None,
-        "verified": isinstance(found, Verdict) and (found.damaged or not found.problem),
+        "problem": without_path(checkpoint.problem, checkpoint.path) or None,
+        "verified": checkpoint.verified,
     }
 
 
-def _cells(found: Found) -> tuple[str, ...]:
-    row = _fields(found)
+def _cells(checkpoint: Found) -> tuple[str, ...]:
+    row = _fields(checkpoint)
     text = {name: "" if value is None else str(value) for name, value in row.items()}
     created = text["created"][:19].replace("T", " ")
     size = "" if row["nbytes"] is None else decimal(row["nbytes"])

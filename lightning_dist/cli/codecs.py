@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lightning_dist.base.console import print_table
-from lightning_dist.cli.errors import reported
+from lightning_dist.cli.command import Json, print_json, reported
 
 if TYPE_CHECKING:
     from lightning_dist.codecs import Codec
 
 _WIDTH = 1 << 10
-"""Of a matrix so large that its last block does not matter."""
+"""Rows and columns of a matrix so large that its last block does not matter."""
 
 
 @reported
 def codecs(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the codecs: options, bytes sent, use.
 
@@ -35,7 +34,7 @@ def codecs(
 
     rows = [describe(kind()) for kind in CODECS.values()]
     if as_json:
-        typer.echo(json.dumps({"codecs": rows}, indent=2))
+        print_json(codecs=rows)
         return
     print_table(
         ("codec", "options", "bytes", "residual", "for"),
@@ -87,6 +86,6 @@ def codec_names(incomplete: str) -> list[str]:
     if not colon:
         return [name for name in CODECS if name.startswith(incomplete)]
     given, _, last = options.rpartition(",")
-    known = [f"{each.name}=" for each in fields(CODECS[name])] if name in CODECS else []
+    known = [f"{field.name}=" for field in fields(CODECS[name])] if name in CODECS else []
     before = f"{name}:{given}," if given else f"{name}:"
-    return [before + each for each in known if each.startswith(last) and each not in given]
+    return [before + option for option in known if option.startswith(last) and option not in given]

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from lightning_dist.base.console import print_lines, print_table
-from lightning_dist.cli import config_accelerate as theirs
+from lightning_dist.cli import config_accelerate
 from lightning_dist.cli.codecs import codec_names
-from lightning_dist.cli.errors import reported
+from lightning_dist.cli.command import Json, print_json, reported
 from lightning_dist.settings import CONFIG, OPTIONS, Resolved, read, resolve, write
 from lightning_dist.settings.declared import settings_of
 from lightning_dist.settings.exchange import ExchangeSettings, ShardedSettings, is_by_level
@@ -52,7 +52,7 @@ def config(
     shown: Annotated[
         bool, typer.Option("--show", help="Print effective settings and their origins.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Create the configuration files of Accelerate and lightning_dist.
 
@@ -76,7 +76,7 @@ def config(
         _show(resolve(environ=_as_launched(file)), config=path, as_json=as_json)
         return
     ours, others = _split(changes or [])
-    theirs.require_accelerate()
+    config_accelerate.require_accelerate()
     sidecar = sidecar_of(path)
     if defaults or changes:
         written = _write(path, ours, others, anew=defaults)
@@ -86,19 +86,19 @@ def config(
                 "Questions need a terminal: add --defaults, or --set KEY=VALUE for each of them"
             )
         known = read(sidecar) if sidecar.is_file() else {}
-        answers = theirs.ask()
-        shards = theirs.fsdp_version(answers) == 2
+        answers = config_accelerate.ask()
+        shards = config_accelerate.fsdp_version(answers) == 2
         options = _ask(known, shards=shards)
         require_possible(options, shards=shards)
-        theirs.save(answers, path)
+        config_accelerate.save(answers, path)
         write(sidecar, options)
         written = [path, sidecar]
     if as_json:
-        files = [str(each.absolute()) for each in written]
-        typer.echo(json.dumps({"written": files, "options": read(sidecar)}, indent=2))
+        files = [str(path.absolute()) for path in written]
+        print_json(written=files, options=read(sidecar))
         return
-    for each in written:
-        typer.echo(f"written: {each}")
+    for written_path in written:
+        typer.echo(f"written: {written_path}")
 
 
 def _completed(incomplete: str) -> list[str]:
@@ -147,20 +147,21 @@ def _write(
     fresh = anew or not path.is_file()
     config = None
     if fresh or others:
-        config = theirs.defaults() if fresh else theirs.load(path)
-        for note in theirs.change(config, others):
+        config = config_accelerate.defaults() if fresh else config_accelerate.load(path)
+        for note in config_accelerate.change(config, others):
             typer.echo(f"lightning-dist: {note}", err=True)
     if anew:
-        options = {name: each.default for name, each in settings_of(ExchangeSettings).items()}
+        declared = settings_of(ExchangeSettings)
+        options = {name: setting.default for name, setting in declared.items()}
     else:
         options = read(sidecar) if sidecar.is_file() else {}
     if ours.get("method") and "codec" not in ours:
         options["codec"] = default_codec(ours["method"])
     options.update(ours)
-    training = theirs.load(path) if config is None else config
-    require_possible(options, shards=theirs.fsdp_version(training) == 2)
+    training = config_accelerate.load(path) if config is None else config
+    require_possible(options, shards=config_accelerate.fsdp_version(training) == 2)
     if config is not None:
-        theirs.save(config, path)
+        config_accelerate.save(config, path)
         written.append(path)
     if anew or ours or not sidecar.is_file():
         write(sidecar, options)
@@ -178,7 +179,7 @@ def _ask(known: Mapping[str, Any], *, shards: bool) -> dict[str, Any]:
     family = ShardedSettings if shards else LocalUpdateSettings if options else ExchangeSettings
     names = settings_of(family)
     kept = {name: value for name, value in known.items() if name in names}
-    asked = [name for name, each in names.items() if each.ask and name not in options]
+    asked = [name for name, declared in names.items() if declared.ask and name not in options]
     return {**kept, **options, **{name: _answer(name, kept) for name in asked}}
 
 
@@ -201,8 +202,8 @@ def _answer(name: str, known: Mapping[str, Any]) -> Any:
 def _require_codec(value: Any) -> None:
     from lightning_dist.codecs import resolve_codec  # torch
 
-    for each in value.values() if is_by_level(value) else [value]:
-        resolve_codec(each)
+    for codec in value.values() if is_by_level(value) else [value]:
+        resolve_codec(codec)
 
 
 def require_possible(options: Mapping[str, Any], *, shards: bool = False) -> None:
@@ -237,13 +238,12 @@ def _show(resolved: Resolved, *, config: Path, as_json: bool) -> None:
     }
     there = str(config) if config.is_file() else None
     if as_json:
-        content = {"options": rows, "files": resolved.files, "accelerate": there}
-        typer.echo(json.dumps(content, indent=2))
+        print_json(options=rows, files=resolved.files, accelerate=there)
         return
     cells = [(name, _text(row["value"]), row["from"]) for name, row in rows.items()]
     print_table(("option", "value", "from"), cells, fold=("value", "from"))
-    found = there or f"{config} does not exist; lightning-dist config creates it"
-    print_lines(f"accelerate: {found}")
+    accelerate = there or f"{config} does not exist; lightning-dist config creates it"
+    print_lines(f"accelerate: {accelerate}")
 
 
 def _text(value: Any) -> str:

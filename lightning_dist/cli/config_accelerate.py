@@ -102,20 +102,20 @@ def save(config: Any, path: Path) -> None:
 
 def _fitting(name: str, value: Any, kind: Any) -> Any:
     kinds = get_args(kind) or (kind,)
-    enums = [each for each in kinds if isinstance(each, type) and issubclass(each, Enum)]
+    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
     if name == "mixed_precision":
         from accelerate.utils import PrecisionType
 
         enums = [PrecisionType]
         value = "no" if value is False else value  # which YAML makes of no
     if enums:
-        listed = [str(member.value) for each in enums for member in each]
+        listed = [str(member.value) for enum in enums for member in enum]
         if str(value) in listed:
             return str(value)
         raise ValueError(f"accelerate.{name} must be one of {', '.join(listed)}, got {value!r}")
-    origins = tuple(getattr(each, "__origin__", each) for each in kinds)
+    origins = tuple(getattr(kind, "__origin__", kind) for kind in kinds)
     if not isinstance(value, origins) or (isinstance(value, bool) and bool not in origins):
-        names = " or ".join("null" if each is type(None) else each.__name__ for each in origins)
+        names = " or ".join("null" if cls is type(None) else cls.__name__ for cls in origins)
         raise ValueError(f"accelerate.{name} must be {names}, got {value!r}")
     return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import resource
 import shutil
@@ -26,7 +25,7 @@ from rich.text import Text
 from lightning_dist.base.console import print_table
 from lightning_dist.base.features import FEATURES, Feature
 from lightning_dist.base.versions import installed_version, versions
-from lightning_dist.cli.errors import reported
+from lightning_dist.cli.command import Json, print_json, reported
 from lightning_dist.ranks.launch import Launch
 
 
@@ -50,8 +49,8 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def launcher(environ: Mapping[str, str]) -> Finding:
     """Variables from which ranks find each other."""
-    there = [each for each in NEEDED if environ.get(each)]
-    missing = [each for each in NEEDED if each not in there]
+    there = [variable for variable in NEEDED if environ.get(variable)]
+    missing = [variable for variable in NEEDED if variable not in there]
     if not there:
         return Finding("ok", "not set; a launcher sets them")
     if missing == ["RANK", "WORLD_SIZE"]:
@@ -104,16 +103,16 @@ class Interface:
 def interfaces() -> list[Interface]:
     """Interfaces of this node, in the kernel's order."""
     addresses = psutil.net_if_addrs()
-    found = []
+    all_interfaces = []
     for name, stats in psutil.net_if_stats().items():
-        own = [
-            each.address.partition("%")[0]
-            for each in addresses.get(name, ())
-            if each.family in (socket.AF_INET, socket.AF_INET6)
+        reachable = [
+            address.address.partition("%")[0]
+            for address in addresses.get(name, ())
+            if address.family in (socket.AF_INET, socket.AF_INET6)
         ]
         mbit = stats.speed if 0 < stats.speed < 65535 else None  # 65535: unknown, to some drivers
-        found.append(Interface(name, stats.isup, tuple(own), stats.mtu, mbit))
-    return found
+        all_interfaces.append(Interface(name, stats.isup, tuple(reachable), stats.mtu, mbit))
+    return all_interfaces
 
 
 def network(
@@ -124,10 +123,10 @@ def network(
 ) -> dict[str, Finding]:
     """Interfaces, the one that gloo uses, and the way to ``MASTER_ADDR``."""
     found = interfaces() if found is None else found
-    usable = [each for each in found if each.is_usable]
+    usable = [interface for interface in found if interface.is_usable]
     way, master = _master(environ, found)
     default = _route("198.51.100.1", found)  # reserved for documents (RFC 5737)
-    best = next((each for each in (way, default, *usable) if each in usable), None)
+    best = next((interface for interface in (way, default, *usable) if interface in usable), None)
     all_usable = Finding("ok", "; ".join(map(str, usable)))
     if not usable:
         what = "no interface but loopback is up with an address: no other node can be reached"
@@ -141,14 +140,14 @@ def network(
 
 def _gloo(
     environ: Mapping[str, str],
-    found: Sequence[Interface],
+    interfaces: Sequence[Interface],
     hostname: str,
     way: Interface | None,
     best: Interface | None,
 ) -> Finding:
     value = environ.get("GLOO_SOCKET_IFNAME", "")
     fix = f"export GLOO_SOCKET_IFNAME={best.name}" if best else "unset GLOO_SOCKET_IFNAME"
-    known = {each.name: each for each in found}
+    known = {interface.name: interface for interface in interfaces}
     if value.startswith(("^", "=")):
         what = f"{value!r}: gloo takes an interface name without {value[0]}, unlike NCCL"
         return Finding("error", what, fix)
@@ -162,9 +161,9 @@ def _gloo(
     if value:
         using = first = known[value.split(",")[0]]
         address, cause = first.addresses[0], f"GLOO_SOCKET_IFNAME={value}"
-    elif own := _bindable(hostname):
-        using = _with_address(own, found)
-        address, cause = own, f"the hostname {hostname} resolves to it"
+    elif bindable := _bindable(hostname):
+        using = _with_address(bindable, interfaces)
+        address, cause = bindable, f"the hostname {hostname} resolves to it"
     else:
         address = "127.0.0.1"
         cause = f"the hostname {hostname} resolves to no address of this node"
@@ -180,7 +179,7 @@ def _gloo(
 
 
 def _master(
-    environ: Mapping[str, str], found: Sequence[Interface]
+    environ: Mapping[str, str], interfaces: Sequence[Interface]
 ) -> tuple[Interface | None, Finding]:
     """The interface on the way to ``MASTER_ADDR``; None where it is not known."""
     fix = "export MASTER_ADDR=ADDRESS  # of the node of rank 0, such as 10.0.0.1"
@@ -193,7 +192,7 @@ def _master(
     if _is_loopback(address) and _has_several_nodes(environ):
         what = f"{master} is {address}, which is each node itself"
         return None, Finding("error", what, fix)
-    way = _route(address, found)
+    way = _route(address, interfaces)
     if way is None:
         what = f"no route to {master} ({address})"
         return None, Finding("error", what, f"ip route get {address}")
@@ -212,8 +211,8 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _with_address(address: str, found: Sequence[Interface]) -> Interface | None:
-    return next((each for each in found if address in each.addresses), None)
+def _with_address(address: str, interfaces: Sequence[Interface]) -> Interface | None:
+    return next((interface for interface in interfaces if address in interface.addresses), None)
 
 
 def _bindable(hostname: str) -> str | None:
@@ -227,11 +226,11 @@ def _bindable(hostname: str) -> str | None:
     return None
 
 
-def _route(address: str, found: Sequence[Interface]) -> Interface | None:
+def _route(address: str, interfaces: Sequence[Interface]) -> Interface | None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing, and chooses the way
-        return _with_address(str(probe.getsockname()[0]), found)
+        return _with_address(str(probe.getsockname()[0]), interfaces)
     return None
 
 
@@ -267,7 +266,7 @@ def devices(driver: Path = Path("/proc/driver/nvidia/version")) -> dict[str, Fin
 
 def features() -> dict[str, Finding]:
     """Features that the installed packages serve, by the names that each needs."""
-    return {each.title: _feature(each) for each in FEATURES}
+    return {feature.title: _feature(feature) for feature in FEATURES}
 
 
 def _feature(feature: Feature) -> Finding:
@@ -313,10 +312,11 @@ def _shared_memory(path: Path) -> Finding:
 def machine(environ: Mapping[str, str]) -> dict[str, Finding]:
     """Threads for processors, a compiler for kernels."""
     names, path = ("g++", "clang++"), environ.get("PATH")
-    found = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
-    what = f"none of {', '.join(names)}: codecs on CPU are not compiled, and slower"
-    none = Finding("warning", what, "apt-get install g++")
-    return {"processors": _threads(environ), "compiler": Finding("ok", found) if found else none}
+    compiler = next(filter(None, (shutil.which(name, path=path) for name in names)), None)
+    problem = f"none of {', '.join(names)}: codecs on CPU are not compiled, and slower"
+    missing = Finding("warning", problem, "apt-get install g++")
+    finding = Finding("ok", compiler) if compiler else missing
+    return {"processors": _threads(environ), "compiler": finding}
 
 
 def processors(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -339,11 +339,11 @@ def _threads(environ: Mapping[str, str]) -> Finding:
             return Finding("ok", f"{available}; OMP_NUM_THREADS is not set, 1 rank uses all")
         what = f"{available}, and each of {local} ranks will use {visible} threads"
         return Finding("warning", f"{what}: OMP_NUM_THREADS is not set", fix)
-    each = value.split(",")[0]
-    if not each.isdecimal() or int(each) < 1:
+    threads = value.split(",")[0]
+    if not threads.isdecimal() or int(threads) < 1:
         return Finding("error", f"OMP_NUM_THREADS must be a number above 0, got {value!r}", fix)
-    what = f"{available} for {local} ranks here of {each} threads (OMP_NUM_THREADS)"
-    if int(each) * local > available:
+    what = f"{available} for {local} ranks here of {threads} threads (OMP_NUM_THREADS)"
+    if int(threads) * local > available:
         return Finding("warning", f"{what}: more threads than processors", fix)
     return Finding("ok", what)
 
@@ -364,7 +364,7 @@ destroy_group()
 
 @reported
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    as_json: Json = False,
     run: Annotated[
         bool, typer.Option("--run/--no-run", help="Start two ranks that exchange a tensor.")
     ] = True,
@@ -393,23 +393,24 @@ def doctor(
 
 def show(findings: Mapping[str, Finding], *, as_json: bool) -> int:
     """Print the findings by the names of their checks. Exit code of the command."""
-    states = [each.state for each in findings.values()]
+    states = [finding.state for finding in findings.values()]
     errors, warnings = states.count("error"), states.count("warning")
     if as_json:
-        rows = [{"name": name, **asdict(each)} for name, each in findings.items()]
-        typer.echo(json.dumps({"findings": rows}, indent=2))
+        rows = [{"name": name, **asdict(finding)} for name, finding in findings.items()]
+        print_json(findings=rows)
         return int(errors > 0)
     cells = [
-        (Text(each.state, _COLORS[each.state]), name, each.what) for name, each in findings.items()
+        (Text(finding.state, _COLORS[finding.state]), name, finding.what)
+        for name, finding in findings.items()
     ]
     print_table(("state", "check", "result"), cells, fold=("result",))
     if not errors + warnings:
         typer.echo("\nNo problems.")
         return 0
     typer.echo(f"\nerrors: {errors}, warnings: {warnings}\nSuggested fixes:")
-    for name, each in findings.items():  # outside of the table, where no line is folded
-        if each.fix:
-            typer.echo(f"  # {name}\n  {each.fix}")
+    for name, result in findings.items():  # outside of the table, where no line is folded
+        if result.fix:
+            typer.echo(f"  # {name}\n  {result.fix}")
     return int(errors > 0)
 
 

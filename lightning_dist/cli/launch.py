@@ -8,17 +8,23 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import typer
 
-from lightning_dist.cli import launch_accelerate, launch_plan
-from lightning_dist.cli.errors import reported
-from lightning_dist.cli.launch_plan import LaunchPlan, is_missing
+from lightning_dist.cli.command import reported
+from lightning_dist.cli.launch_plan import (
+    LaunchPlan,
+    is_missing,
+    parse_accelerate,
+    parse_torchrun,
+    plan_accelerate,
+    plan_torchrun,
+)
 from lightning_dist.settings.resolve import accelerate_default, sidecar_of
 
-USAGE = "[OPTIONS] script.py [ARGUMENTS]"
 PASS_ON = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
@@ -89,51 +95,42 @@ def _choose(words: Sequence[str], environ: Mapping[str, str]) -> LaunchPlan:
     is_configured = default.is_file() and sidecar_of(default).is_file()
     names_file = any(word.startswith(("--config_file", "--config-file")) for word in words)
     unconfigured = "no --config_file and no file of lightning-dist config"
-
-    def torchrun(why: str) -> LaunchPlan:
-        made = launch_plan.plan(words, environ)
-        made.notes.insert(0, f"torchrun ({why})")
-        return made
-
-    def accelerate(given: Any, file: Path, why: str) -> LaunchPlan:
-        made = launch_accelerate.plan(words, environ, given=given, file=file)
-        made.notes.insert(0, f"accelerate launch ({why})")
-        return made
-
+    torchrun = partial(plan_torchrun, words, environ)
     plain: Any = None  # what torchrun makes of the words, to which --config_file is the script's
     with suppress(ValueError):
-        plain = launch_plan.parse(words, environ)
+        plain = parse_torchrun(words, environ)
     if plain is not None and plain.torchrun:
-        return torchrun("--torchrun")
+        return torchrun(why="--torchrun")
     if not is_configured and not names_file:
-        return torchrun(unconfigured)
+        return torchrun(why=unconfigured)
     try:
-        given = launch_accelerate.parse(words)
+        given = parse_accelerate(words)
     except (ValueError, ImportError) as problem:
         if names_file and plain is None:
             raise
-        if not is_configured:
-            return torchrun(unconfigured)
-        return torchrun(f"not accelerate launch with {default}: {problem}")
+        not_accelerate = f"not accelerate launch with {default}: {problem}"
+        return torchrun(why=not_accelerate if is_configured else unconfigured)
     if given.config_file is not None:
         if given.torchrun:
             raise ValueError(
                 "--config_file selects accelerate launch and --torchrun torchrun; remove one of "
                 "them"
             )
-        return accelerate(given, Path(given.config_file), f"--config_file={given.config_file}")
+        file, why = Path(given.config_file), f"--config_file={given.config_file}"
+        return plan_accelerate(words, environ, given=given, file=file, why=why)
     if not is_configured:
-        return torchrun(unconfigured)
+        return torchrun(why=unconfigured)
     if plain is not None and not is_missing(plain):
         framework, reason = needs(plain, Path.cwd())
         if framework == "lightning":
-            return torchrun(f"{reason}; --config_file={default} for accelerate launch")
+            return torchrun(why=f"{reason}; --config_file={default} for accelerate launch")
         if not framework:
             raise ValueError(
                 f"{reason}, and {default} exists: select a launcher with --torchrun, or "
                 f"--config_file={default}"
             )
-    return accelerate(given, default, f"{default}; --torchrun for the other")
+    why = f"{default}; --torchrun for the other"
+    return plan_accelerate(words, environ, given=given, file=default, why=why)
 
 
 def needs(given: Any, folder: Path) -> tuple[Literal["accelerate", "lightning", ""], str]:
@@ -148,23 +145,23 @@ def needs(given: Any, folder: Path) -> tuple[Literal["accelerate", "lightning", 
         return "accelerate", f"{_RUN} is for scripts of Accelerate's"
     place = folder.joinpath(*name.split("."))
     places = (place.with_name(f"{place.name}.py"), place / "__main__.py", Path(name))
-    path = next((each for each in places if each.is_file()), None)
+    path = next((place for place in places if place.is_file()), None)
     if given.no_python or path is None:
         return "", f"{name} cannot be read"
-    found = set(_imports(path))
-    accelerate, lightning = (_first(found, packages) for packages in (_ACCELERATE, _LIGHTNING))
+    imports = set(_imports(path))
+    accelerate, lightning = (_first(imports, packages) for packages in (_ACCELERATE, _LIGHTNING))
     if accelerate and lightning:
         return "", f"{name} imports {accelerate} and {lightning}"
     if lightning:
         return "lightning", f"{name} imports {lightning}"
-    accelerate = accelerate or _first(found, ("transformers",))  # whose Trainer is Accelerate's
+    accelerate = accelerate or _first(imports, ("transformers",))  # whose Trainer is Accelerate's
     if accelerate:
         return "accelerate", f"{name} imports {accelerate}"
     return "", f"{name} imports neither accelerate nor lightning"
 
 
-def _first(found: set[str], packages: tuple[str, ...]) -> str:
-    return next((p for p in packages if any(f"{f}.".startswith(f"{p}.") for f in found)), "")
+def _first(imports: set[str], packages: tuple[str, ...]) -> str:
+    return next((p for p in packages if any(f"{f}.".startswith(f"{p}.") for f in imports)), "")
 
 
 def _imports(path: Path) -> Iterator[str]:

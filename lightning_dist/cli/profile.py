@@ -11,8 +11,8 @@ from rich.text import Text
 
 from lightning_dist.base.console import print_lines, print_table, stdout_console
 from lightning_dist.cli.codecs import codec_names
-from lightning_dist.cli.errors import BAD_INPUT, reported
-from lightning_dist.measurement.costs import CANDIDATES, CodecCost
+from lightning_dist.cli.command import BAD_INPUT, Json, reported
+from lightning_dist.measurement import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.compare import Difference, compare, measured, verdict
 from lightning_dist.profiling.analysis.metrics import METRICS, MISSING, count, format_value
 from lightning_dist.profiling.analysis.parts import PARTS, SCHEMA, Summary
@@ -24,7 +24,6 @@ from lightning_dist.profiling.run import read_run, run_folder
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import (
     Costs,
-    Status,
     local_scenarios,
     predict,
     read_costs,
@@ -40,172 +39,9 @@ from lightning_dist.profiling.whatif.scenarios import (
     where,
 )
 
-
-@reported
-def whatif_command(
-    folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="Folder that CommProfiler has written.")
-    ],
-    link_gbps: Annotated[float | None, typer.Option(help="Rate of a node's link, Gbit/s.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes, all of one size.")] = None,
-    codec: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A codec, or ddp; repeatable. Default: all.",
-            autocompletion=lambda incomplete: [
-                name for name in (DDP, *codec_names("")) if name.startswith(incomplete)
-            ],
-        ),
-    ] = None,
-    parameters: Annotated[
-        list[str] | None,
-        typer.Option(help="Codec of the parameters, of FSDP2 over all ranks; repeatable."),
-    ] = None,
-    form: Annotated[
-        list[str] | None, typer.Option(help="flat, hierarchical, leader; repeatable.")
-    ] = None,
-    inside_gbps: Annotated[
-        float | None, typer.Option(help="Rate of a rank inside its node, Gbit/s.")
-    ] = None,
-    latency_us: Annotated[
-        float | None, typer.Option(help="Round trip between nodes, microseconds.")
-    ] = None,
-    local_steps: Annotated[
-        list[int] | None, typer.Option(help="Local steps between two exchanges; repeatable.")
-    ] = None,
-    below: Annotated[
-        float | None,
-        typer.Option(help="Find the fewest local steps with waiting below this, percent."),
-    ] = None,
-    fragments: Annotated[
-        int, typer.Option(min=1, help="Parts exchanged in turn, of local steps.")
-    ] = 1,
-    overlap_steps: Annotated[
-        int, typer.Option(min=0, help="Steps that hide an exchange, of local steps.")
-    ] = 0,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure codecs on this machine now.")
-    ] = False,
-    compiled: Annotated[
-        bool | None,
-        typer.Option(help="Measure with compiled kernels or without. Default: as in the run."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-) -> None:
-    """Predict step times with other codecs, links, nodes.
-
-    Simulates the buckets of the profile with the rates that the run itself had and with codec costs
-    as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
-    predicted too: differences within the error of that are not ranked. `change` is against the
-    run's own setting with the same link and nodes. Rates include packet headers, as nominal link
-    rates do.
-
-    \b
-      lightning-dist profile whatif comm_profile/run-0
-      lightning-dist profile whatif comm_profile/run-0 --codec powersgd:rank=8
-      lightning-dist profile whatif comm_profile/run-0 --link-gbps 10 --nodes 8
-    Local updates: for each codec the fewest steps with waiting below 5 %:
-      lightning-dist profile whatif comm_profile/run-0 --link-gbps 0.05 --below 5
-    """
-    folder = run_of(folder)
-    observed = observe(read_run(folder))
-    network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
-    there = elsewhere(observed.scenario, nodes=nodes, **network)
-    if observed.shards is not None:
-        _check_shards(codec or (), parameters or ())
-    chosen = {"codecs": codec or (), "forms": form or (), "parameters": parameters or ()}
-    scenarios = scenarios_of(observed.scenario, there, **chosen)
-    names = [
-        *(codec or [DDP, *CANDIDATES]),
-        *{each.parameters for each in scenarios if each.parameters},
-    ]
-    costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
-    local = local_scenarios(
-        observed,
-        there,
-        costs=costs,
-        codecs=codec or (),
-        form=form[0] if form else None,
-        sync_every=local_steps or (),
-        below=None if below is None else below / 100,
-        fragments=fragments,
-        overlap_steps=overlap_steps,
-    )
-    found = predict(observed, [*scenarios, *local], costs=costs)
-    if as_json:
-        typer.echo(to_json(found.as_dict()))
-        return
-    console, own = stdout_console(), found.baseline
-    predicted = where(found.scenarios[0], link_given=link_gbps is not None)
-    measured = format_value(found.measured_ms, "ms")
-    console.print(Text(f"Measured: {measured} a step ({own.codec}, {where(own)})."))
-    console.print(Text(f"{LABEL}, {predicted}, ms (sent: MB):", style="bold"))
-    table = predictions_table(found)
-    console.print(draw_table(table, table.rows))
-    print_lines(*(f"note: {note}" for note in notes(found)))
-
-
-def run_of(folder: str) -> str:
-    """The run of a folder that a user gives; of several the newest, named on stderr."""
-    run, note = run_folder(folder)
-    if note:
-        typer.echo(f"lightning-dist: {note}", err=True)
-    return str(run)
-
-
-def _check_shards(gradients: Sequence[str], parameters: Sequence[str]) -> None:
-    from lightning_dist.codecs import resolve_codec  # torch takes seconds
-
-    for names, what in ((gradients, "gradients"), (parameters, "parameters")):
-        for name in names:
-            codec = None if name == DDP else resolve_codec(name)
-            suited = codec and (codec.of_shards if what == "gradients" else codec.of_parameters)()
-            if codec is not None and suited is None:
-                raise ValueError(
-                    f"codec {name} does not work for the {what} of a model that is sharded over "
-                    "all ranks; use one such as 'int8'"
-                )
-
-
-def _costs(
-    folder: str, names: Sequence[str], observed: Observed, *, compiled: bool | None, anew: bool
-) -> Mapping[str, CodecCost]:
-    """Costs that the run has kept; others are measured here, on a device of the same kind.
-
-    Raises:
-        ValueError: there is none here, and it was asked for.
-    """
-    import torch
-
-    from lightning_dist.measurement.calibration import calibrate, to_measure
-
-    device = observed.device
-    is_here = device == "cpu" or torch.cuda.is_available()
-    if anew and not is_here:
-        raise ValueError(
-            f"--measure and --compiled need a device like that of the run, {device}, and none is "
-            "available here; leave them out, or run this on such a machine"
-        )
-    read = Costs() if anew else read_costs(folder)
-    if not is_here:
-        left = f"{read.reason}, so all but ddp is n/a"
-        left = "codecs that the run has not measured are n/a" if read.by_name else left
-        typer.echo(f"no {device} here to measure codecs on: {left}", err=True)
-        return read.by_name
-    if read.status is Status.UNREADABLE:
-        typer.echo(f"{read.reason}; measured here instead", err=True)
-    fused = runs_compiled(observed) if compiled is None else compiled
-    wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
-    kept = {  # without kernels that a compiler would make faster
-        name: cost for name, cost in read.by_name.items() if cost.compiled or not fused
-    }
-    return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}
-
-
 app = typer.Typer(no_args_is_help=True, help="Report, compare and predict communication time.")
 
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="Folder that CommProfiler has written.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 @app.command("report")
@@ -275,36 +111,194 @@ def compare_command(
     a, b = run_of(a), run_of(b)
     runs = (read_run(a), read_run(b))
     summaries = {"A": summarize(runs[0]), "B": summarize(runs[1])}
-    found = compare(*map(measured, runs, summaries.values()))
+    differences = compare(*map(measured, runs, summaries.values()))
     if as_json:
-        content = {"schema": SCHEMA, "verdict": verdict(found)}
-        for folder, (name, each) in zip((a, b), summaries.items(), strict=True):
-            steps = {"steps": len(each.per_step.steps), "all_steps": each.steps}
-            content[name.lower()] = {"folder": folder, "run": each.run, **steps}
-        content["differences"] = list(map(vars, found))
+        content = {"schema": SCHEMA, "verdict": verdict(differences)}
+        for folder, (name, summary) in zip((a, b), summaries.items(), strict=True):
+            steps = {"steps": len(summary.per_step.steps), "all_steps": summary.steps}
+            content[name.lower()] = {"folder": folder, "run": summary.run, **steps}
+        content["differences"] = list(map(vars, differences))
         typer.echo(to_json(content))
     else:
-        for folder, (name, each) in zip((a, b), summaries.items(), strict=True):
-            typer.echo(f"{name}: {folder} ({describe(each)})")
-        print_lines(verdict(found))
-        print_differences(found)
+        for folder, (name, summary) in zip((a, b), summaries.items(), strict=True):
+            typer.echo(f"{name}: {folder} ({describe(summary)})")
+        print_lines(verdict(differences))
+        print_differences(differences)
         legend = (
             "medians over the steps in detail (a report has means), parts as means over ranks; "
             "'all steps' is over all"
         )
-        notes = [f"note: {name}: {note}" for name, each in summaries.items() for note in each.notes]
+        of_runs = summaries.items()
+        notes = [f"note: {name}: {note}" for name, summary in of_runs for note in summary.notes]
         print_lines(legend, *notes)
     _require_steps(dict(zip((a, b), summaries.values(), strict=True)))
 
 
-app.command("whatif")(whatif_command)
+@app.command("whatif")
+@reported
+def whatif_command(
+    folder: Folder,
+    link_gbps: Annotated[float | None, typer.Option(help="Rate of a node's link, Gbit/s.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes, all of one size.")] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A codec, or ddp; repeatable. Default: all.",
+            autocompletion=lambda incomplete: [
+                name for name in (DDP, *codec_names("")) if name.startswith(incomplete)
+            ],
+        ),
+    ] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(help="Codec of the parameters, of FSDP2 over all ranks; repeatable."),
+    ] = None,
+    form: Annotated[
+        list[str] | None, typer.Option(help="flat, hierarchical, leader; repeatable.")
+    ] = None,
+    inside_gbps: Annotated[
+        float | None, typer.Option(help="Rate of a rank inside its node, Gbit/s.")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(help="Round trip between nodes, microseconds.")
+    ] = None,
+    local_steps: Annotated[
+        list[int] | None, typer.Option(help="Local steps between two exchanges; repeatable.")
+    ] = None,
+    below: Annotated[
+        float | None,
+        typer.Option(help="Find the fewest local steps with waiting below this, percent."),
+    ] = None,
+    fragments: Annotated[
+        int, typer.Option(min=1, help="Parts exchanged in turn, of local steps.")
+    ] = 1,
+    overlap_steps: Annotated[
+        int, typer.Option(min=0, help="Steps that hide an exchange, of local steps.")
+    ] = 0,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure codecs on this machine now.")
+    ] = False,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(help="Measure with compiled kernels or without. Default: as in the run."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict step times with other codecs, links, nodes.
+
+    Simulates the buckets of the profile with the rates that the run itself had and with codec costs
+    as measured at the end of the run (costs.json), otherwise on this machine now. The run itself is
+    predicted too: differences within the error of that are not ranked. `change` is against the
+    run's own setting with the same link and nodes. Rates include packet headers, as nominal link
+    rates do.
+
+    \b
+      lightning-dist profile whatif comm_profile/run-0
+      lightning-dist profile whatif comm_profile/run-0 --codec powersgd:rank=8
+      lightning-dist profile whatif comm_profile/run-0 --link-gbps 10 --nodes 8
+    Local updates: for each codec the fewest steps with waiting below 5 %:
+      lightning-dist profile whatif comm_profile/run-0 --link-gbps 0.05 --below 5
+    """
+    folder = run_of(folder)
+    observed = observe(read_run(folder))
+    network = {"link_gbps": link_gbps, "inside_gbps": inside_gbps, "latency_us": latency_us}
+    there = elsewhere(observed.scenario, nodes=nodes, **network)
+    if observed.shards is not None:
+        _check_shards(codec or (), parameters or ())
+    chosen = {"codecs": codec or (), "forms": form or (), "parameters": parameters or ()}
+    scenarios = scenarios_of(observed.scenario, there, **chosen)
+    names = [
+        *(codec or [DDP, *CANDIDATES]),
+        *{scenario.parameters for scenario in scenarios if scenario.parameters},
+    ]
+    costs = _costs(folder, names, observed, compiled=compiled, anew=measure or compiled is not None)
+    local = local_scenarios(
+        observed,
+        there,
+        costs=costs,
+        codecs=codec or (),
+        form=form[0] if form else None,
+        sync_every=local_steps or (),
+        below=None if below is None else below / 100,
+        fragments=fragments,
+        overlap_steps=overlap_steps,
+    )
+    predictions = predict(observed, [*scenarios, *local], costs=costs)
+    if as_json:
+        typer.echo(to_json(predictions.as_dict()))
+        return
+    console, baseline = stdout_console(), predictions.baseline
+    predicted = where(predictions.scenarios[0], link_given=link_gbps is not None)
+    measured = format_value(predictions.measured_ms, "ms")
+    console.print(Text(f"Measured: {measured} a step ({baseline.codec}, {where(baseline)})."))
+    console.print(Text(f"{LABEL}, {predicted}, ms (sent: MB):", style="bold"))
+    table = predictions_table(predictions)
+    console.print(draw_table(table, table.rows))
+    print_lines(*(f"note: {note}" for note in notes(predictions)))
+
+
+def run_of(folder: str) -> str:
+    """The run of a folder that a user gives; of several the newest, named on stderr."""
+    run, note = run_folder(folder)
+    if note:
+        typer.echo(f"lightning-dist: {note}", err=True)
+    return str(run)
+
+
+def _check_shards(gradients: Sequence[str], parameters: Sequence[str]) -> None:
+    from lightning_dist.codecs import resolve_codec  # torch takes seconds
+
+    for names, role in ((gradients, "gradients"), (parameters, "parameters")):
+        for name in names:
+            codec = None if name == DDP else resolve_codec(name)
+            suited = codec and (codec.of_shards if role == "gradients" else codec.of_parameters)()
+            if codec is not None and suited is None:
+                raise ValueError(
+                    f"codec {name} does not work for the {role} of a model that is sharded over "
+                    "all ranks; use one such as 'int8'"
+                )
+
+
+def _costs(
+    folder: str, names: Sequence[str], observed: Observed, *, compiled: bool | None, anew: bool
+) -> Mapping[str, CodecCost]:
+    """Costs that the run has kept; others are measured here, on a device of the same kind.
+
+    Raises:
+        ValueError: there is none here, and it was asked for.
+    """
+    import torch
+
+    from lightning_dist.measurement.calibration import calibrate, to_measure
+
+    device = observed.device
+    is_here = device == "cpu" or torch.cuda.is_available()
+    if anew and not is_here:
+        raise ValueError(
+            f"--measure and --compiled need a device like that of the run, {device}, and none is "
+            "available here; leave them out, or run this on such a machine"
+        )
+    read = Costs() if anew else read_costs(folder)
+    if not is_here:
+        left = f"{read.reason}, so all but ddp is n/a"
+        left = "codecs that the run has not measured are n/a" if read.by_name else left
+        typer.echo(f"no {device} here to measure codecs on: {left}", err=True)
+        return read.by_name
+    if read.status == "unreadable":
+        typer.echo(f"{read.reason}; measured here instead", err=True)
+    fused = runs_compiled(observed) if compiled is None else compiled
+    wanted = to_measure([name for name in names if name != DDP], observed.scenario.codec)
+    kept = {  # without kernels that a compiler would make faster
+        name: cost for name, cost in read.by_name.items() if cost.compiled or not fused
+    }
+    return {**kept, **calibrate([x for x in wanted if x not in kept], fused=fused, device=device)}
 
 
 def _require_steps(summaries: Mapping[str, Summary]) -> None:
-    """Of each folder; what there is has been shown."""
-    empty = {folder: each for folder, each in summaries.items() if not each.steps}
-    for folder, each in empty.items():
-        reason = each.unavailable["steps"]
+    """End with the reason where a folder has no steps; what there is has been shown."""
+    empty = {folder: summary for folder, summary in summaries.items() if not summary.steps}
+    for folder, summary in empty.items():
+        reason = summary.unavailable["steps"]
         typer.echo(f"lightning-dist: no report for {folder}: {reason}", err=True)
     if empty:
         raise typer.Exit(BAD_INPUT)
@@ -333,19 +327,19 @@ def print_differences(differences: Sequence[Difference]) -> None:
     )
 
 
-def _cells(each: Difference) -> tuple[str, ...]:
-    name, _, unit = each.name.rpartition("_")
+def _cells(line: Difference) -> tuple[str, ...]:
+    name, _, unit = line.name.rpartition("_")
     label = f"  {METRICS[name].label}" if name in PARTS else name.replace("_", " ")
 
     def figure(value: float | None, *, signed: bool = False) -> str:
         return format_value(value, "MB" if unit == "mb" else unit, signed=signed)
 
-    spread = MISSING if each.spread is None else f"± {figure(each.spread)}"
-    if each.difference is None:
-        remark = each.reason
-    elif each.is_explained:
-        remark = "within the spread" if each.difference else ""
+    spread = MISSING if line.spread is None else f"± {figure(line.spread)}"
+    if line.difference is None:
+        remark = line.reason
+    elif line.is_explained:
+        remark = "within the spread" if line.difference else ""
     else:
-        remark = format_value(each.difference / each.a, "%", signed=True) if each.a else ""
-    change = figure(each.difference, signed=True)
-    return label, figure(each.a), figure(each.b), change, spread, remark
+        remark = format_value(line.difference / line.a, "%", signed=True) if line.a else ""
+    change = figure(line.difference, signed=True)
+    return label, figure(line.a), figure(line.b), change, spread, remark

@@ -163,13 +163,13 @@ class CommProfiler(pl.Callback):
         self._sigterm: Sigterm | None = None
         self._nothing = ""
         self.summary: Summary | None = None
-        """Of the last run, on rank 0, when it is over."""
+        """Summary of the last run, on rank 0, when it is over."""
         self.errors: deque[ErrorRecord] = deque(maxlen=_MOST_ERRORS)
         """Compression errors that this rank has sampled in this run, the last 1024 in order."""
 
     @property
     def folder(self) -> Path | None:
-        """Of the run that is under way, or the last one."""
+        """Folder of the run that is under way, or of the last one."""
         return None if self._run is None else self._run.folder
 
     def __enter__(self) -> Self:
@@ -228,26 +228,27 @@ class CommProfiler(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._live is not None and self._run is None:  # this rank has met the others meanwhile
             strategy: Any = trainer.strategy
-            how: dict[str, Any] = {
-                "leads": lambda: trainer.is_global_zero,
-                "run_collective": strategy.run_collective,
-            }
-            self._open(strategy.model, _parent(trainer), **how)
+            self._open(
+                strategy.model,
+                _parent(trainer),
+                leads=lambda: trainer.is_global_zero,
+                meet=strategy.run_collective,
+            )
 
     def _open(
-        self, model: DistributedDataParallel, parent: Path, first: int = 0, **how: Any
+        self, model: DistributedDataParallel, parent: Path, first: int = 0, **options: Any
     ) -> None:
         self.summary = None
         self.errors.clear()
         self._alarm = ResidualAlarm()
         # Predictions are of steps of DDP.
-        how |= {"predict": False} if isinstance(model, LocalModel) else {}
+        options |= {"predict": False} if isinstance(model, LocalModel) else {}
         self._run = self._start(
             model,
             parent=self._dirpath or parent,
             first=first,
             on_step=(lambda step: None) if self._live is None else self._live.add,
-            **how,
+            **options,
         )
         for reason in self._run.reasons:
             rank_zero.warn(f"CommProfiler: {reason}")
@@ -352,7 +353,7 @@ def _log_files(logger: Any, summary: Summary, folder: Path, *, with_lines: bool)
 
     run = logger.experiment
     columns = [field.name for field in fields(BucketSummary)]
-    rows = [[getattr(each, name) for name in columns] for each in summary.buckets]
+    rows = [[getattr(bucket, name) for name in columns] for bucket in summary.buckets]
     media: dict[str, Any] = {"comm/buckets": wandb.Table([*columns], data=rows)}
     if (report := folder / "report.html").is_file():
         media["comm/report"] = wandb.Html(report.read_text(), inject=False)

@@ -14,7 +14,7 @@ from lightning_dist.base.accelerator import is_accelerator
 from lightning_dist.base.exchanges import EXCHANGES
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.codecs.base import Codec
-from lightning_dist.measurement.costs import CANDIDATES, CodecCost
+from lightning_dist.measurement import CANDIDATES, CodecCost
 from lightning_dist.measurement.microbenchmark import (
     WIDTH,
     CodecWork,
@@ -26,7 +26,7 @@ from lightning_dist.measurement.microbenchmark import (
 
 _UNITS = 12
 _UNITS_OF_ACCELERATORS = 32
-"""Their caches are larger. Of a megabyte of gradient each."""
+"""Units are of a megabyte of gradient; caches of accelerators are larger."""
 _ROUNDS = 3
 _AHEAD = 40_000_000
 """Cycles of a GPU, 20 ms or more: the host has then launched a pass before the GPU begins it, as in
@@ -67,9 +67,10 @@ def calibrate(
     torch.set_num_threads(1)  # the reducer has one
     try:
         # Some passes draw from the generator that a training may go on with.
-        own = [] if device.type == "cpu" else [device]
-        with torch.no_grad(), torch.random.fork_rng(devices=own):
-            clock = _clock_of_work(device)
+        devices = [] if device.type == "cpu" else [device]
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            is_cpu = device.type == "cpu"
+            clock = HostClock(time.thread_time_ns) if is_cpu else clock_of(device)
             return {
                 name: _cost(
                     name,
@@ -102,10 +103,10 @@ def to_measure(names: Sequence[str], own: str) -> list[str]:
         own: codec of the run; left out where :func:`has_a_cost` is False, as for a codec of another
             version.
     """
-    found = dict.fromkeys(["none", own, *names])
+    codecs = dict.fromkeys(["none", own, *names])
     if own not in names and not has_a_cost(own):
-        del found[own]
-    return list(found)
+        del codecs[own]
+    return list(codecs)
 
 
 def _cost(
@@ -132,9 +133,9 @@ def _cost(
         )
 
     linear = EXCHANGES[codec.exchange].linear
-    one = passes(2 if linear else 1)
-    elements = one.numel
-    encode, decode_one = seconds(one)
+    work = passes(2 if linear else 1)
+    elements = work.numel
+    encode, decode_one = seconds(work)
     decode = 0.0
     if codec.lossless and linear:
         decode_one = 0.0  # added up in the bucket itself
@@ -147,9 +148,9 @@ def _cost(
         encode / elements,
         min(decode, decode_one) / elements,
         max(decode_one - decode, 0.0) / elements,
-        source=f"measured alone {where}, {'' if one.is_fused else 'not '}compiled",
+        source=f"measured alone {where}, {'' if work.is_fused else 'not '}compiled",
         assumption=assumption,
-        compiled=one.is_fused,
+        compiled=work.is_fused,
     )
 
 
@@ -170,18 +171,14 @@ def _wire(name: str, codec: Codec) -> tuple[float, str]:
     return nbytes / WIDTH**2, matrices if codec.whole_tensors else ""
 
 
-def _clock_of_work(device: torch.device) -> DeviceClock:
-    return HostClock(time.thread_time_ns) if device.type == "cpu" else clock_of(device)
-
-
 def _seconds(passes: CodecWork, *, rounds: int, clock: DeviceClock) -> tuple[float, float]:
     """Seconds of encode and of decode."""
     encode, decoded = [], []
     for _ in range(1 + rounds):  # the first touches the memory
         # Some codecs do one thing in even steps and another in odd ones.
         times = [_once(passes, clock) for _ in range(2)]
-        encode.append(sum(each for each, _ in times) / 2)
-        decoded.append(sum(each for _, each in times) / 2)
+        encode.append(sum(seconds for seconds, _ in times) / 2)
+        decoded.append(sum(seconds for _, seconds in times) / 2)
     return statistics.median(encode[1:]), statistics.median(decoded[1:])
 
 

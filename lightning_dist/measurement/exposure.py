@@ -157,39 +157,26 @@ class ExposureWatch(Observer):
     def __init__(self, network: Network, *, advice_to: bool) -> None:
         self._device_clock = clock_of(network.device)
         self._link = measure_link(network)
-        self._says = advice_to
-        self._marks: list[Timestamp] = []
+        self._advises = advice_to
+        self._marks: list[Timestamp] = []  # when the buckets of this step were ready
         self._pending: deque[tuple[list[Timestamp], int, int]] = deque(maxlen=_MOST_PENDING)
-        self._ours: list[float] = []
-        self._ddps: list[float] = []
+        """Marks of steps, with that of the end, and bytes of all buckets and of the last."""
+        self._exposed: list[float] = []
+        self._expected: list[float] = []
 
     @override
     def ready(self, bucket: int) -> None:
-        self.mark()
+        self._marks.append(self._device_clock.now())
 
     @override
     def finished(self, buckets: Sequence[tuple[int, Sequence[CodecGroup]]]) -> None:
-        if all(group.codec.lossless for _, groups in buckets for group in groups):
-            self.drop_step()  # a warm-up says nothing of compression
-            return
-        self.mark()
-        self.end_step(
-            raw_bytes=sum(group.raw_bytes for _, groups in buckets for group in groups),
-            last_bucket_bytes=sum(group.raw_bytes for group in buckets[-1][1]),
-        )
-
-    def mark(self) -> None:
-        """Record the time at a bucket's arrival, and when a step is finished."""
-        self._marks.append(self._device_clock.now())
-
-    def drop_step(self) -> None:
-        """Forget the marks of a step that is not to be measured."""
-        self._marks = []
-
-    def end_step(self, *, raw_bytes: int, last_bucket_bytes: int) -> None:
-        """Close a step whose marks are complete: first bucket ... last bucket, finished."""
-        self._pending.append((self._marks, raw_bytes, last_bucket_bytes))
-        self._marks = []
+        marks, self._marks = self._marks, []
+        groups = [group for _, of_bucket in buckets for group in of_bucket]
+        if all(group.codec.lossless for group in groups):
+            return  # a warm-up says nothing of compression
+        marks.append(self._device_clock.now())
+        raw = sum(group.raw_bytes for group in groups)
+        self._pending.append((marks, raw, sum(group.raw_bytes for group in buckets[-1][1])))
         while self._pending and self._device_clock.are_past(self._pending[0][0]) and not self.done:
             self._measure(*self._pending.popleft())
 
@@ -199,22 +186,22 @@ class ExposureWatch(Observer):
             for nanoseconds in self._device_clock.read([marks[0], *marks[-2:]], since=marks[0])
         )
         backward = last_ready - first
-        self._ours.append(finished - last_ready)
-        self._ddps.append(max(raw / self._link - backward, last / self._link))
-        self.done = len(self._ours) >= _STEPS
+        self._exposed.append(finished - last_ready)
+        self._expected.append(max(raw / self._link - backward, last / self._link))
+        self.done = len(self._exposed) >= _STEPS
         if self.done:
             self._advise()
 
     def _advise(self) -> None:
-        ours, ddps = statistics.median(self._ours), statistics.median(self._ddps)
-        if ours <= ddps or not self._says:
+        exposed, expected = statistics.median(self._exposed), statistics.median(self._expected)
+        if exposed <= expected or not self._advises:
             return
         log.warning(
             "Compression costs more than it saves here, or ranks wait for one that is late: "
             "exposed communication is %.1f ms a step; estimate for plain DDP: %.1f ms at the %.2f "
             "Gbit/s measured at start-up. CommProfiler() separates codec, transfer and waiting and "
             "names the late rank; if there is none, use codec='none' or plain DDP on this link.",
-            ours * 1e3,
-            ddps * 1e3,
+            exposed * 1e3,
+            expected * 1e3,
             self._link * 8 / 1e9,
         )

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 from typing_extensions import override
 
 from lightning_dist.base.accelerator import DeviceEvent, DeviceStream, device_module, has_streams
@@ -50,28 +51,8 @@ Timestamp: TypeAlias = int | Mark
 """Nanoseconds, or an event that will be read as such."""
 
 
-class DeviceClock(Protocol):
-    """A clock of the thread or the stream that does the work."""
-
-    def now(self) -> Timestamp:
-        """Current time; on an accelerator, the time at which the caller's stream gets here."""
-
-    def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
-        """True if all have been reached. Does not wait."""
-
-    def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
-        """Nanoseconds of the host's monotonic clock, of timestamps that are past.
-
-        Args:
-            since: not after any of them. Results with the same ``since`` are consistent.
-        """
-
-    def compare(self) -> None:
-        """Correct the drift between the clocks, if that takes next to no time."""
-
-
 class HostClock:
-    """Clock of the host.
+    """Clock of the host, whose timestamps are times; methods as of :class:`StreamClock`.
 
     Args:
         clock: in nanoseconds.
@@ -122,29 +103,36 @@ class StreamClock:
         hold_stream(self._module, cycles=cycles)
 
     def now(self) -> Timestamp:
+        """The time at which the caller's stream gets here."""
         return Mark(self._event(self._module.current_stream(self._device)), self._anchor)
 
     def are_past(self, timestamps: Iterable[Timestamp]) -> bool:
-        return all(_has_been(_mark(each).event) for each in timestamps)
+        """True if all have been reached. Does not wait."""
+        return all(_mark(timestamp).event.query() for timestamp in timestamps)
 
     def read(self, timestamps: Sequence[Timestamp], *, since: Timestamp) -> Sequence[int]:
+        """Nanoseconds of the host's monotonic clock, of timestamps that are past.
+
+        Args:
+            since: not after any of them. Results with the same ``since`` are consistent.
+        """
         first = _mark(since)
         # CUDA tells a float32 of milliseconds: an hour after the anchor its steps are a quarter of
         # one. So an old anchor says only where all of them are.
         anchor = first.anchor
         begin = anchor.at + round(anchor.event.elapsed_time(first.event) * 1e6)
-        return [
-            begin + round(first.event.elapsed_time(_mark(each).event) * 1e6) for each in timestamps
-        ]
+        passed = (first.event.elapsed_time(_mark(timestamp).event) for timestamp in timestamps)
+        return [begin + round(milliseconds * 1e6) for milliseconds in passed]
 
     def compare(self) -> None:
+        """Correct the drift between the clocks, if that takes next to no time."""
         self._anchor = self._anchored(wait=False)
 
     def _anchored(self, *, wait: bool) -> Anchor:
         """Where the accelerator has no time for it at once, the old one stays."""
         begin = self._clock()
         event = self._event(self._idle)
-        while not _has_been(event):
+        while not event.query():
             if not wait and self._clock() - begin > _COMPARING:
                 return self._anchor
         # It was somewhere in between; a comparison that took long is as wrong as it was long.
@@ -156,13 +144,13 @@ class StreamClock:
         return event
 
 
+DeviceClock: TypeAlias = HostClock | StreamClock
+"""A clock of the thread or the stream that does the work."""
+
+
 def clock_of(device: torch.device) -> DeviceClock:
     """A clock for work on ``device``."""
     return StreamClock(device) if has_streams(device) else HostClock()
-
-
-def _has_been(event: DeviceEvent) -> bool:
-    return event.query()
 
 
 def _mark(timestamp: Timestamp) -> Mark:
@@ -245,6 +233,11 @@ class CodecWork:
             unit.decode_and_commit(self.scale)
 
 
+_OVER: Future[None] = Future()
+"""Work that has completed."""
+_OVER.set_result(None)
+
+
 class Copies(Channel):
     """A channel whose ranks all send the same.
 
@@ -261,13 +254,13 @@ class Copies(Channel):
     def all_reduce(
         self, tensor: Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> PendingWork:
-        return _Over()
+        return _OVER
 
     @override
     def all_gather(self, output: Tensor, own: Tensor) -> PendingWork:
         for part in output.chunk(self._ranks):
             part.copy_(own)
-        return _Over()
+        return _OVER
 
     @override
     def all_to_all(
@@ -281,9 +274,4 @@ class Copies(Channel):
         sizes = output_sizes or [len(output) // self._ranks] * self._ranks
         for part in torch.split(output, list(sizes)):
             part.copy_(parts[0])
-        return _Over()
-
-
-class _Over:
-    def wait(self) -> None:
-        pass
+        return _OVER

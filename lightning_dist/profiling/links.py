@@ -62,8 +62,8 @@ def read_offset(
         RuntimeError: of gloo: a rank is gone, or did not come within the timeout of the group.
     """
     facts = {"machine": machine or this_machine()}
-    machines = [each["machine"] for each in all_facts(facts, group=group, device=_CPU)]
-    rank, leader_of = group.rank(), {each: machines.index(each) for each in machines}
+    machines = [of_rank["machine"] for of_rank in all_facts(facts, group=group, device=_CPU)]
+    rank, leader_of = group.rank(), {machine: machines.index(machine) for machine in machines}
     reading = ClockRecord(clock(), 0, 0)
     if rank == 0:
         for asker in [*leader_of.values()][1:]:
@@ -136,10 +136,10 @@ _SECONDS, _ENOUGH = 0.1, 0.8
 shaped link saves up what it sends in some 10 ms, which then passes at once: a rate over much longer
 is hardly too high."""
 _GROWTH = 4
-"""From a use that was too short to the next. On a busy machine the first of all is slow, and says
-little of how many bytes are enough."""
+"""Factor from a use that was too short to the next. On a busy machine the first of all is slow, and
+says little of how many bytes are enough."""
 _PAIRS_SECONDS = 2.0
-"""Of all pairs. If they would take longer with the fewest bytes, they are left out."""
+"""Time of all pairs. If they would take longer with the fewest bytes, they are left out."""
 _PAIR_USES = 2
 _MOST_NODES = 8
 _BURST = 16
@@ -209,11 +209,11 @@ def measure(
             f"ranks, got {nbytes}"
         )
     content = torch.zeros(count, dtype=DTYPE, device=device)
-    own = content[: count // ranks].clone()
+    part = content[: count // ranks].clone()
     received = torch.empty_like(content) if op == "all_to_all" else content
     uses: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(content, group=group),
-        "all_gather": lambda: all_gather_single(content, own, group=group),
+        "all_gather": lambda: all_gather_single(content, part, group=group),
         "all_to_all": lambda: dist.all_to_all_single(received, content, group=group),
         "broadcast": lambda: dist.broadcast(content, group_src=0, group=group),
     }
@@ -283,11 +283,11 @@ def measure_burst(
 
     Many small collectives are slow on any link. Medians; the time is equal on all ranks.
     """
-    own = torch.zeros(_BURST_BYTES, dtype=torch.uint8, device=device)
-    outputs = [own.new_zeros(group.size() * _BURST_BYTES) for _ in range(count)]
+    content = torch.zeros(_BURST_BYTES, dtype=torch.uint8, device=device)
+    outputs = [content.new_zeros(group.size() * _BURST_BYTES) for _ in range(count)]
 
     def use() -> None:
-        works = [all_gather_single(each, own, group=group, async_op=True) for each in outputs]
+        works = [all_gather_single(into, content, group=group, async_op=True) for into in outputs]
         for work in works:
             work.wait()
 
@@ -320,18 +320,18 @@ def measure_links(
         whole = measure(group, "all_reduce", nbytes, 3, device)
         if whole.median >= _ENOUGH * _SECONDS:
             break
-    found: list[LinkRecord | BurstRecord] = [
+    records: list[LinkRecord | BurstRecord] = [
         LinkRecord(name, sent=whole.sent, seconds=whole.median),
         *(measure_burst(group, name=name, count=count, device=device) for count in (1, _BURST)),
     ]
     leaders = sorted(nodes.index(node) for node in set(nodes))
     if not is_cpu or not 2 <= len(leaders) <= _MOST_NODES:
-        return found
+        return records
     uses = (1 + _PAIR_USES) * len(leaders) * (len(leaders) - 1)
     seconds = min(_SECONDS, _PAIRS_SECONDS / uses)
     nbytes = min(nbytes, round(seconds * whole.sent / whole.median))
     if nbytes < _LEAST_BYTES:
-        return found
+        return records
     of_leaders = dist.new_group(leaders, backend="gloo")
     if dist.get_rank() in leaders:
         rates = pairs(of_leaders, nbytes, iterations=_PAIR_USES, least_seconds=_ENOUGH * seconds)[
@@ -339,9 +339,10 @@ def measure_links(
         ]
         for peer, rate in zip(leaders, rates, strict=True):
             if rate is not None:
-                found.append(LinkRecord(name, sent=nbytes, seconds=nbytes * 8e-9 / rate, peer=peer))
+                lasted = nbytes * 8e-9 / rate
+                records.append(LinkRecord(name, sent=nbytes, seconds=lasted, peer=peer))
         end_group(of_leaders)
-    return found
+    return records
 
 
 def _require_work(ranks: int, iterations: int) -> None:

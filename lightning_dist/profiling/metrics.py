@@ -99,7 +99,7 @@ class CompressionError(Metric):
         Args:
             errors: :attr:`CommProfiler.errors <lightning_dist.CommProfiler.errors>`, oldest first.
         """
-        for error in takewhile(lambda each: each is not self._newest, reversed(errors)):
+        for error in takewhile(lambda error: error is not self._newest, reversed(errors)):
             self.total += error.relative_l2
             self.samples += 1
         self._newest = errors[-1] if errors else None

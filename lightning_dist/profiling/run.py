@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ _NAME = re.compile(r"rank(\d+)\.jsonl")
 _DRIFT = 1e-4
 """Most by which two clocks part: quartz is specified to be off by 50 in a million."""
 _WANDER = 1e-6
-"""By about so much the rate of a quartz changes with its temperature within hours."""
+"""Change of the rate of a quartz with its temperature within hours, about."""
 
 
 class StepLines(Mapping[int, StepRecord]):
@@ -122,7 +123,8 @@ def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
     offset stays. The uncertainty grows with the time to the nearest reading, by what is not known
     of the drift.
     """
-    after = min(max(bisect_right(readings, at, key=lambda each: each.at), 1), len(readings) - 1)
+    after = bisect_right(readings, at, key=attrgetter("at"))
+    after = min(max(after, 1), len(readings) - 1)
     left, right = readings[max(after - 1, 0)], readings[after]
     nearest = left if at - left.at < right.at - at else right
     apart, away = right.at - left.at, at - nearest.at
@@ -135,7 +137,7 @@ def clock_at(readings: Sequence[ClockRecord], at: int) -> ClockRecord:
     else:
         drift = drift if drift_error < _DRIFT else 0.0
         uncertainty = nearest.uncertainty + abs(away) * min(drift_error, _DRIFT)
-    if not any(each.uncertainty for each in readings):
+    if not any(reading.uncertainty for reading in readings):
         uncertainty = 0.0  # rank 0's own clock, which does not drift from itself
     return ClockRecord(at, nearest.offset + round(away * drift), round(uncertainty))
 
@@ -148,14 +150,19 @@ class Run:
     notes: Sequence[str] = ()
 
     @property
+    def metadata(self) -> list[RankRecord]:
+        """First line of every rank that has left something."""
+        return [rank_run.metadata for rank_run in self.ranks.values()]
+
+    @property
     def world_size(self) -> int:
         """Ranks of the run, whether or not they have left something."""
-        return max((each.metadata.world_size for each in self.ranks.values()), default=0)
+        return max((line.world_size for line in self.metadata), default=0)
 
     @property
     def nodes(self) -> dict[int, str]:
         """Node of every rank that has left something."""
-        return {rank: each.metadata.node for rank, each in self.ranks.items()}
+        return {rank: rank_run.metadata.node for rank, rank_run in self.ranks.items()}
 
     def beside(self, ranks: Iterable[int]) -> list[int]:
         """All other ranks of the run."""
@@ -164,13 +171,14 @@ class Run:
     @property
     def generations(self) -> list[GenerationRecord]:
         """Changes of members within the process, as the first rank that knew of each tells it."""
-        found = {mark.number: mark for each in self.ranks.values() for mark in each.generations}
-        return [found[number] for number in sorted(found)]
+        of_ranks = (rank_run.generations for rank_run in self.ranks.values())
+        marks = {mark.number: mark for mark in chain.from_iterable(of_ranks)}
+        return [marks[number] for number in sorted(marks)]
 
     @property
     def common_steps(self) -> list[int]:
         """Steps that all ranks which have left something have recorded."""
-        of_ranks = [set(each.steps) for each in self.ranks.values()]
+        of_ranks = [set(rank_run.steps) for rank_run in self.ranks.values()]
         return sorted(set.intersection(*of_ranks)) if of_ranks else []
 
     def clock_of(self, rank: int) -> tuple[int, int] | None:
@@ -187,20 +195,17 @@ class Run:
     @property
     def unseen(self) -> str:
         """Reason why no bucket of the model can be observed; empty if they can."""
-        return next(
-            (each.metadata.unseen for each in self.ranks.values() if each.metadata.unseen), ""
-        )
+        return next((line.unseen for line in self.metadata if line.unseen), "")
 
     @property
     def sync_every(self) -> int:
         """Local steps between two outer ones; 0: gradients are exchanged in every step."""
-        return max((each.metadata.sync_every for each in self.ranks.values()), default=0)
+        return max((line.sync_every for line in self.metadata), default=0)
 
     @property
     def is_stock(self) -> bool:
         """Whether it is DDP's own exchange that is seen, and nothing is compressed."""
-        stock = any(each.metadata.codec == "ddp" for each in self.ranks.values())
-        return stock and not self.unseen
+        return not self.unseen and any(line.codec == "ddp" for line in self.metadata)
 
 
 def run_folder(folder: str | Path) -> tuple[Path, str]:
@@ -209,7 +214,7 @@ def run_folder(folder: str | Path) -> tuple[Path, str]:
     if any(folder.glob("rank*.jsonl")) or not (runs := _runs_in(folder)):
         return folder, ""
     newest, *others = runs
-    names = ", ".join(each.name for each in others)
+    names = ", ".join(run.name for run in others)
     return newest, f"{newest.name} is the newest run in {folder}; others: {names}" * bool(others)
 
 
@@ -246,7 +251,7 @@ def read_run(folder: str | Path) -> Run:
     run = Run(_of_one_run(dict(sorted(ranks.items())), notes), notes)
     if missing := run.beside(run.ranks):
         notes.append(f"nothing of rank {', '.join(map(str, missing))}")
-    last = {rank: max(each.steps, default=None) for rank, each in run.ranks.items()}
+    last = {rank: max(rank_run.steps, default=None) for rank, rank_run in run.ranks.items()}
     newest = max((step for step in last.values() if step is not None), default=None)
     for rank, step in last.items():
         if step is None:
@@ -260,11 +265,11 @@ def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRu
     """Files that somebody has put together by hand may be of several: that of the first counts."""
     first = next(iter(ranks.values())).metadata
     kept = {}
-    for rank, each in ranks.items():
-        metadata = each.metadata
+    for rank, rank_run in ranks.items():
+        metadata = rank_run.metadata
         size = metadata.world_size if not metadata.worker else first.world_size
         if (metadata.codec, size) == (first.codec, first.world_size):
-            kept[rank] = each
+            kept[rank] = rank_run
             continue
         notes.append(
             f"rank{rank}.jsonl is of another run, with {metadata.codec} and {metadata.world_size} "
@@ -274,7 +279,7 @@ def _of_one_run(ranks: dict[int, RankRun], notes: list[str]) -> dict[int, RankRu
 
 
 def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
-    found: defaultdict[type[Record], list[Any]] = defaultdict(list)
+    records: defaultdict[type[Record], list[Any]] = defaultdict(list)
     steps = StepLines(path)
     bad: list[int] = []
     at = 0
@@ -286,7 +291,7 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
                     if isinstance(record, StepRecord):
                         steps.add(record, at=at)
                     elif record is not None:
-                        found[type(record)].append(record)
+                        records[type(record)].append(record)
                 except ValueError:
                     bad.append(number)
                 at += len(line)
@@ -295,7 +300,7 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
     if bad:
         lines = "line" if len(bad) == 1 else "lines"
         notes.append(f"{path.name}: {len(bad)} {lines} truncated or invalid, first line {bad[0]}")
-    metadata = next(iter(found[RankRecord]), None)
+    metadata = next(iter(records[RankRecord]), None)
     if metadata is None:
         notes.append(f"{path.name} does not name its rank")
         return None
@@ -308,10 +313,10 @@ def _read_rank(path: Path, notes: list[str]) -> RankRun | None:
     return RankRun(
         metadata,
         steps=steps,
-        clocks=sorted(found[ClockRecord], key=attrgetter("at")),
-        errors=found[ErrorRecord],
-        links=found[LinkRecord],
-        bursts=found[BurstRecord],
-        generations=found[GenerationRecord],
-        end=found[EndRecord][-1] if found[EndRecord] else None,
+        clocks=sorted(records[ClockRecord], key=attrgetter("at")),
+        errors=records[ErrorRecord],
+        links=records[LinkRecord],
+        bursts=records[BurstRecord],
+        generations=records[GenerationRecord],
+        end=records[EndRecord][-1] if records[EndRecord] else None,
     )

@@ -12,7 +12,7 @@ from calls import LOADED, printed, profile, refusal, save
 from planted import Planted, bare, replace
 from processes import run
 
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement import CodecCost
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import to_json
 from lightning_dist.profiling.run import read_run

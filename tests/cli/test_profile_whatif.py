@@ -10,8 +10,7 @@ import torch
 from calls import printed, profile, refusal, save
 from planted import Planted, replace
 
-from lightning_dist.measurement import calibration
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement import CodecCost, calibration
 from lightning_dist.profiling.whatif.predict import Costs, write_costs
 
 DDP = Planted(steps=8, codec="ddp", encode=0, decode=0, sent=4_000_000, transfer=40)

@@ -18,9 +18,8 @@ from worlds import Rank, run_threads
 
 from lightning_dist import compress_ddp
 from lightning_dist.codecs import Int8
-from lightning_dist.measurement import calibration, exposure
+from lightning_dist.measurement import CANDIDATES, calibration, exposure
 from lightning_dist.measurement.calibration import calibrate
-from lightning_dist.measurement.costs import CANDIDATES
 from lightning_dist.measurement.microbenchmark import CodecWork, HostClock, StreamClock, clock_of
 from lightning_dist.ranks.channel import PendingWork
 from lightning_dist.reducer.reducer import Reducer

@@ -189,11 +189,15 @@ class Found:
     """A checkpoint in a folder, or what looks like one.
 
     Exactly one of ``description`` and ``problem`` is set.
+
+    Args:
+        verified: all of its bytes have been read, and are what was written or damaged.
     """
 
     path: str
     description: Description | None
     problem: str = ""
+    verified: bool = False
 
 
 def checkpoints(folder: str, *, suffix: str = SUFFIX) -> list[Found]:

@@ -77,26 +77,27 @@ def spans_of(run: Run, step: int) -> dict[int, list[TimelineSpan]]:
     same if their ranks are.
     """
     records = {
-        rank: each.steps[step]
-        for rank, each in run.ranks.items()
-        if step in each.steps and each.head(step).detailed
+        rank: rank_run.steps[step]
+        for rank, rank_run in run.ranks.items()
+        if step in rank_run.steps and rank_run.head(step).detailed
     }
     spans = {
-        rank: [TimelineSpan(*astuple(span)) for span in of.spans] for rank, of in records.items()
+        rank: [TimelineSpan(*astuple(span)) for span in record.spans]
+        for rank, record in records.items()
     }
     groups: dict[tuple[str, tuple[int, ...]], int] = {}  # their numbers in this step
     collectives: dict[tuple[int, int], dict[int, int]] = {}  # index of the span on every rank
     for rank, record in records.items():
-        own = {
+        numbers = {
             name: groups.setdefault((name, tuple(members)), len(groups))
             for name, members in run.ranks[rank].metadata.groups.items()
         }
         for index, span in enumerate(record.spans):
-            if span.phase == "exchange" and span.group in own and span.order >= 0:
-                collectives.setdefault((own[span.group], span.order), {})[rank] = index
+            if span.phase == "exchange" and span.group in numbers and span.order >= 0:
+                collectives.setdefault((numbers[span.group], span.order), {})[rank] = index
     begins = {rank: begin_of(run, rank, step) for rank in records}
     clocks = {rank: run.clock_of(rank) for rank in records}
-    members = [of for _, of in groups]
+    members = [ranks for _, ranks in groups]
     for number, ((group, _), indices) in enumerate(collectives.items()):
         of_members = {rank: spans[rank][index] for rank, index in indices.items()}
         if missing := tuple(rank for rank in members[group] if rank not in indices):
@@ -137,10 +138,10 @@ def analyse(run: Run, step: int) -> list[Analysed]:
 def unknown_wait(steps: Iterable[Analysed]) -> str:
     """Reason why waiting is not, or not wholly, known; empty if it is."""
     exchanges = [exchange for step in steps for exchange in step.exchanges]
-    if missing := sorted(set[int]().union(*(each.missing for each in exchanges))):
+    if missing := sorted(set[int]().union(*(span.missing for span in exchanges))):
         ranks = ", ".join(map(str, missing))
         return f"exchanges without a record of rank {ranks} count as transfer, waiting included"
-    if any(each.arrival is None for each in exchanges):
+    if any(span.arrival is None for span in exchanges):
         return "exchanges without recorded members count as transfer, waiting included"
     return ""
 
@@ -148,14 +149,13 @@ def unknown_wait(steps: Iterable[Analysed]) -> str:
 def timeline(run: Run, step: int, label: str) -> Timeline:
     """A step of all ranks that have recorded it, on the clock of rank 0."""
     analysed = spans_of(run, step)
-    begins = {
-        rank: begin_of(run, rank, step) for rank, each in run.ranks.items() if step in each.steps
-    }
+    ranks = [rank for rank, rank_run in run.ranks.items() if step in rank_run.steps]
+    begins = {rank: begin_of(run, rank, step) for rank in ranks}
     phases, buckets, spans, exposed = {}, {}, {}, {}
     for rank, begin in begins.items():
         at, record = begin - min(begins.values()), run.ranks[rank].steps[step]
-        phases[rank] = [(each.name, each.begin + at, each.end + at) for each in record.phases]
-        buckets[rank] = [(each.index, each.ready + at, each.done + at) for each in record.buckets]
+        phases[rank] = [(phase.name, phase.begin + at, phase.end + at) for phase in record.phases]
+        buckets[rank] = [(b.index, b.ready + at, b.done + at) for b in record.buckets]
         spans[rank] = [_shifted(span, at) for span in analysed.get(rank, ())]
         exposed[rank] = [(since + at, until + at) for since, until in exposed_in(record)]
     return Timeline(step, label, phases, buckets, spans, exposed)
@@ -170,15 +170,15 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
     record = run.ranks[rank].steps[step]
     exchanges = [span for span in spans if span.phase == "exchange"]
     phases = {
-        name: union((each.begin, each.end) for each in record.phases if each.name == name)
+        name: union((phase.begin, phase.end) for phase in record.phases if phase.name == name)
         for name in PHASES
     }
     window = exposed_in(record)
     blocked = blocked_in(record)
-    transfer = union(each.transfer for each in exchanges)
-    in_flight = union((each.begin, each.end) for each in exchanges)
-    codec = union((each.begin, each.end) for each in spans if each.phase != "exchange")
-    parts = {name: length(difference(each, window)) for name, each in phases.items()}
+    transfer = union(span.transfer for span in exchanges)
+    in_flight = union((span.begin, span.end) for span in exchanges)
+    codec = union((span.begin, span.end) for span in spans if span.phase != "exchange")
+    parts = {name: length(difference(intervals, window)) for name, intervals in phases.items()}
     left: Intervals = window
     for name, intervals in (
         ("exposed_transfer", transfer),
@@ -189,11 +189,11 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         left = difference(left, intervals)
     parts["exposed_other"] = length(left)
     parts["other"] = record.duration - sum(parts.values())
-    waits = {late: difference(of, transfer) for late, of in sorted(_waits(exchanges).items())}
-    waited_for = {late: length(of) for late, of in waits.items() if of}
+    waits = {late: difference(wait, transfer) for late, wait in sorted(_waits(exchanges).items())}
+    waited_for = {late: length(wait) for late, wait in waits.items() if wait}
     intra, inter = _reach(run, rank)
-    inter_moving = union(each.moving for each in exchanges if each.group in inter)
-    own = _own_bytes(run, rank, record)
+    inter_moving = union(span.moving for span in exchanges if span.group in inter)
+    own_bytes = _own_bytes(run, rank, record)
     ns = {
         **parts,
         "duration": record.duration,
@@ -202,16 +202,16 @@ def _analyse(run: Run, rank: int, step: int, spans: Sequence[TimelineSpan]) -> A
         "exchange": length(in_flight),
         "hidden": length(difference(in_flight, window)),
         "waited": sum(waited_for.values()),
-        "moving": length(union(each.moving for each in exchanges)),
-        "intra_moving": length(union(each.moving for each in exchanges if each.group in intra)),
+        "moving": length(union(span.moving for span in exchanges)),
+        "intra_moving": length(union(span.moving for span in exchanges if span.group in intra)),
         "inter_moving": length(inter_moving),
         "raw": raw_of(record),
-        "intra": sum(bucket.intra for bucket in record.buckets) + own[0],
-        "inter": sum(bucket.inter for bucket in record.buckets) + own[1],
+        "intra": sum(bucket.intra for bucket in record.buckets) + own_bytes[0],
+        "inter": sum(bucket.inter for bucket in record.buckets) + own_bytes[1],
         "exchanges": len(exchanges),
         **{name: sum(s.end - s.begin for s in spans if s.phase == name) for name in _CODEC},
-        "after": min((max(record.duration - each.done, 0) for each in record.buckets), default=0),
-        "moved": sum(each.transfer[1] - each.transfer[0] for each in exchanges),
+        "after": min((max(record.duration - b.done, 0) for b in record.buckets), default=0),
+        "moved": sum(span.transfer[1] - span.transfer[0] for span in exchanges),
         "uncertainty": run.ranks[rank].uncertainty(record.begin) or 0,
         "passes": len(passes_of(record)),
         "optimizer_steps": any(phase.name == "optimizer" for phase in record.phases),
@@ -233,7 +233,7 @@ def exposed_in(record: StepRecord) -> list[Interval]:
         )
         for buckets in passes_of(record)
     ]
-    others = union((each.begin, each.end) for each in record.phases if each.name in _OTHERS)
+    others = union((phase.begin, phase.end) for phase in record.phases if phase.name in _OTHERS)
     return union([*difference(union(windows), others), *blocked_in(record)])
 
 
@@ -249,22 +249,22 @@ def _waits(exchanges: Sequence[TimelineSpan]) -> dict[int, list[Interval]]:
     """
     waits: dict[int, list[Interval]] = {}
     claimed: int | None = None
-    for each in sorted(exchanges, key=lambda each: each.begin):
-        begin, end = each.wait
-        if each.last is None or begin >= end:
+    for exchange in sorted(exchanges, key=lambda span: span.begin):
+        begin, end = exchange.wait
+        if exchange.last is None or begin >= end:
             continue
         # All that is claimed began earlier, so it is claimed up to its latest end.
         begin = begin if claimed is None else max(begin, claimed)
         if begin < end:
-            waits.setdefault(each.last, []).append((begin, end))
+            waits.setdefault(exchange.last, []).append((begin, end))
             claimed = end
-    return {rank: union(of) for rank, of in waits.items()}
+    return {rank: union(intervals) for rank, intervals in waits.items()}
 
 
 def raw_of(record: StepRecord) -> int:
     """Bytes that this rank would send uncompressed, also in collectives that FSDP calls itself."""
-    own = (span.raw or span.sent for span in record.spans if span.bucket == OF_NO_BUCKET)
-    return sum(bucket.raw for bucket in record.buckets) + sum(own)
+    of_fsdp = (span.raw or span.sent for span in record.spans if span.bucket == OF_NO_BUCKET)
+    return sum(bucket.raw for bucket in record.buckets) + sum(of_fsdp)
 
 
 def _own_bytes(run: Run, rank: int, record: StepRecord) -> tuple[int, int]:
@@ -286,9 +286,9 @@ def _reach(run: Run, rank: int) -> tuple[set[str], set[str]]:
     A rank that has left nothing may be anywhere.
     """
     nodes, groups = run.nodes, run.ranks[rank].metadata.groups
-    others = {name: {nodes.get(m) for m in of if m != rank} for name, of in groups.items()}
-    intra = {name for name, of in others.items() if of & {nodes[rank], None}}
-    return intra, {name for name, of in others.items() if of - {nodes[rank]}}
+    others = {name: {nodes.get(m) for m in ranks if m != rank} for name, ranks in groups.items()}
+    intra = {name for name, reached in others.items() if reached & {nodes[rank], None}}
+    return intra, {name for name, reached in others.items() if reached - {nodes[rank]}}
 
 
 def passes_of(record: StepRecord) -> list[list[BucketTimes]]:

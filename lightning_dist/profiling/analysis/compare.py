@@ -65,9 +65,9 @@ def measured(run: Run, summary: Summary) -> Figures:
     }
     fields = {"step_ms": "step_ms", "exposed_ms": "exposed_ms", "sent_mb": "traffic"}
     return {
-        name: of
+        name: steps
         or why(summary.unavailable, fields.get(name, name.removesuffix("_ms")), "breakdown_ms")
-        for name, of in values.items()
+        for name, steps in values.items()
     }
 
 
@@ -82,7 +82,7 @@ def verdict(differences: Sequence[Difference]) -> str:
     assert step.name == "step_ms"
     if step.difference is None or step.is_explained is None:
         return f"The steps cannot be compared: {step.reason}."
-    unlike = [each for each in differences[1:] if each.is_explained is False]
+    unlike = [line for line in differences[1:] if line.is_explained is False]
     others = _largest(unlike, 0.0 if step.is_explained else step.difference)
     if step.is_explained:
         nothing = "no difference beyond the spread of the steps"
@@ -98,26 +98,28 @@ def _largest(differences: Sequence[Difference], of_step: float) -> str:
 
     Parts that changed in the direction of the step come first: they explain it.
     """
-    signed = [(each.name.rpartition("_")[0], each.difference or 0.0) for each in differences]
+    signed = [(line.name.rpartition("_")[0], line.difference or 0.0) for line in differences]
 
     def text(label: str, value: float, unit: str) -> str:
         return f"{label} {format_value(value, unit, signed=True)}"
 
-    parts = [each for each in signed if each[0] in PARTS]
+    parts = [figure for figure in signed if figure[0] in PARTS]
     if parts:
-        parts.sort(key=lambda each: (each[1] * of_step <= 0, -abs(each[1])))
+        parts.sort(key=lambda figure: (figure[1] * of_step <= 0, -abs(figure[1])))
         return ", ".join(text(METRICS[name].label, value, "ms") for name, value in parts[:3])
     return ", ".join(text(name, value, "MB") for name, value in signed if name == "sent")
 
 
 def _difference(name: str, a: Figures, b: Figures) -> Difference:
     of_runs = {"A": a.get(name, ""), "B": b.get(name, "")}
-    known = [of for of in of_runs.values() if not isinstance(of, str)]
+    known = [values for values in of_runs.values() if not isinstance(values, str)]
     if len(known) < len(of_runs):
         first, second = (
-            None if isinstance(of, str) else statistics.median(of) for of in of_runs.values()
+            None if isinstance(steps, str) else statistics.median(steps)
+            for steps in of_runs.values()
         )
-        reasons = (f"{run}: {of}" for run, of in of_runs.items() if isinstance(of, str) and of)
+        texts = {run: reason for run, reason in of_runs.items() if isinstance(reason, str)}
+        reasons = (f"{run}: {reason}" for run, reason in texts.items() if reason)
         return Difference(name, first, second, reason="; ".join(reasons))
     of_a, of_b = map(statistics.median, known)
     if (fewest := min(map(len, known))) < _FEWEST:

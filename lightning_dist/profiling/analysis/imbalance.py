@@ -16,17 +16,17 @@ from lightning_dist.profiling.analysis.tables import MS, Array, StepTable
 from lightning_dist.profiling.capture.events import ErrorRecord
 
 SHARE = 2 / 3
-"""Of the waiting, that is for a rank which is clearly the last: twice that for all others."""
+"""Share of the waiting that is for a rank which is clearly the last: twice that for all others."""
 
 _LEAST_WAITING = 0.02
 """Share of the step below which waiting is too little to name a rank."""
 
 _DEVIATIONS = 2
-"""By so many standard deviations more than chance would give."""
+"""Standard deviations by which something is more than chance would give."""
 
 _ORDER = ("optimizer", "between_steps", "forward", "backward")
-"""As they come after an exchange, which ranks leave together: who is late in one is waited for in
-another that comes later."""
+"""Phases as they come after an exchange, which ranks leave together: who is late in one is waited
+for in another that comes later."""
 
 _LEAST_UNEVEN = 0.1
 """Share of the step up to which ranks are as good as even."""
@@ -53,7 +53,7 @@ def straggler(table: StepTable, phase_skew: Sequence[PhaseSkew]) -> tuple[int | 
     elif may_be_chance(2 * late[:, row] - late.sum(axis=1)):
         doubt = f"rank {rank} was late in too few steps to rule out chance"
     # It may be late in exchanges only because it has waited before them.
-    elif any(not waits_explain(table, row, each.excess_ms) for each in phase_skew):
+    elif any(not waits_explain(table, row, skew.excess_ms) for skew in phase_skew):
         return None, "ranks differ more outside exchanges"
     else:
         return rank, ""
@@ -75,7 +75,7 @@ def find_phase_skew(table: StepTable) -> list[PhaseSkew]:
     if table.unknown_wait or not table.total("exchange"):
         return []
     waited = table.of("waited").sum(axis=0) / len(table.steps) / MS
-    found = []
+    skews = []
     for phase in _ORDER:
         lengths = table.of(phase)
         ms = lengths.sum(axis=0) / len(table.steps) / MS
@@ -91,8 +91,8 @@ def find_phase_skew(table: StepTable) -> list[PhaseSkew]:
         if is_even or is_explained or may_be_chance(lengths[:, longest] - lengths[:, shortest]):
             continue
         ranks = [table.ranks[row] for row in by_length if ms[row] - ms[shortest] > excess / 2]
-        found.append(PhaseSkew(phase, ranks, table.ranks[shortest], excess))
-    return found
+        skews.append(PhaseSkew(phase, ranks, table.ranks[shortest], excess))
+    return skews
 
 
 def waits_explain(table: StepTable, row: int, excess_ms: float) -> bool:
@@ -157,5 +157,5 @@ class ResidualAlarm:
 def growth_of(errors: Iterable[ErrorRecord]) -> Growth | None:
     """The largest growth in the samples of a rank, in their order."""
     alarm = ResidualAlarm()
-    found = [growth for each in errors if (growth := alarm.add(each)) is not None]
-    return max(found, key=lambda growth: growth.now, default=None)
+    growths = [growth for error in errors if (growth := alarm.add(error)) is not None]
+    return max(growths, key=lambda growth: growth.now, default=None)

@@ -121,8 +121,8 @@ _WITHOUT_MEANING = (
     *("end_after_last_gradient_ms", "position", "sent_mb", "change"),
 )
 METRICS: Mapping[str, Metric] = {
-    each.key: each
-    for each in (
+    entry.key: entry
+    for entry in (
         *(metric(name, meaning, unit="ms") for name, meaning in MEANING_OF_PARTS.items()),
         *_OF_RUN,
         *_OF_RANKS_AND_BUCKETS,
@@ -155,7 +155,7 @@ def format_value(value: float | None, unit: str = "", *, signed: bool = False) -
         return f"{value:.0f} %" if abs(value) >= 10 else f"{float(f'{value:.2g}'):g} %"
     if unit == "B":
         size, unit = next(
-            (each for each in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if value >= each[0]),
+            (prefix for prefix in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if value >= prefix[0]),
             (1, "bytes"),
         )
         value /= size
@@ -163,6 +163,11 @@ def format_value(value: float | None, unit: str = "", *, signed: bool = False) -
         value, unit = 1e3 * value, "Mbit/s"
     sign = "+" if signed and value >= 0 else ""
     return f"{sign}{_digits(value)} {unit}".rstrip()
+
+
+def in_ms(value: float | None) -> str:
+    """A time, with its unit."""
+    return format_value(value, "ms")
 
 
 def _digits(value: float) -> str:

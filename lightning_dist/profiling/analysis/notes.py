@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 from lightning_dist.profiling.analysis.imbalance import growth_of
-from lightning_dist.profiling.analysis.metrics import METRICS, format_value
+from lightning_dist.profiling.analysis.metrics import METRICS, format_value, in_ms
 from lightning_dist.profiling.analysis.parts import PhaseSkew, Summary
 from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable
 from lightning_dist.profiling.capture.events import FINISHED, PHASES
@@ -38,24 +39,24 @@ def headline(summary: Summary, *, cut: str = "") -> str:
     """The most important figures, in one or two sentences; ``cut``: such as ``"9 of 40 steps"``."""
     here, world_size = len(summary.ranks), summary.run.get("world_size", 0)
     ranks = f"{here} of {world_size} ranks" if 0 < here < world_size else ""
-    found = ", ".join(filter(None, (ranks, cut)))
-    return f"{f'Partial data ({found}): ' if found else ''}{_measured(summary)}"
+    part = ", ".join(filter(None, (ranks, cut)))
+    return f"{f'Partial data ({part}): ' if part else ''}{_measured(summary)}"
 
 
 def _measured(summary: Summary) -> str:
     unavailable = summary.unavailable
     if not summary.steps:
         return f"No data: {unavailable['steps']}."
-    step = f"the step takes {_ms(summary.step_ms['mean'])}"
+    step = f"the step takes {in_ms(summary.step_ms['mean'])}"
     if summary.exposed_fraction is None or summary.exposed_ms is None:
         return f"T{step[1:]}; its parts are unavailable: {unavailable['breakdown_ms']}."
     if summary.run["world_size"] < 2:
         return f"A single rank does not communicate; {step}."
-    exposed = _ms(summary.exposed_ms)
+    exposed = in_ms(summary.exposed_ms)
     if summary.exposed_fraction < _LEAST and summary.overlap_fraction is None:
         return f"No communication: {unavailable['overlap_fraction']}; {step}."
     if summary.exposed_fraction < _LEAST:
-        hidden = f"{_ms(summary.hidden_ms)} under the backward pass"
+        hidden = f"{in_ms(summary.hidden_ms)} under the backward pass"
         return f"Communication is hidden: {hidden}, {exposed} exposed; {step}."
     names = {
         # Where waiting is not known, all of it may be in what counts as transfer.
@@ -75,10 +76,6 @@ def _measured(summary: Summary) -> str:
     share = format_value(summary.exposed_fraction, "%")
     straggler = f" Straggler: rank {rank}." if (rank := summary.straggler) is not None else ""
     return f"{share} of the step is exposed communication ({exposed}): {composition}.{straggler}"
-
-
-def _ms(value: float | None) -> str:
-    return format_value(value, "ms")
 
 
 def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> list[str]:
@@ -111,24 +108,25 @@ def notes_of(run: Run, chosen: Sample, table: StepTable, summary: Summary) -> li
         ),
         (
             uncertainty > _DOUBTFUL * exchange > 0,
-            f"clocks are uncertain by {_ms(uncertainty)} and an exchange takes {_ms(exchange)}: "
-            "the split into waiting and transfer is uncertain",
+            f"clocks are uncertain by {in_ms(uncertainty)} and an exchange takes "
+            f"{in_ms(exchange)}: the split into waiting and transfer is uncertain",
         ),
     )
-    growths = [(of, rank) for rank, each in run.ranks.items() if (of := growth_of(each.errors))]
-    growths.sort(key=lambda each: -each[0].now)
+    growths = {rank: growth_of(rank_run.errors) for rank, rank_run in run.ranks.items()}
+    growing = [(growth, rank) for rank, growth in growths.items() if growth is not None]
+    growing.sort(key=lambda pair: -pair[0].now)
     return [
         *_ended_by(run),
         *(
-            f"generation {each.number} began at step {each.step}: {each.reason}"
-            for each in run.generations[-_MOST_GENERATIONS:]
+            f"generation {generation.number} began at step {generation.step}: {generation.reason}"
+            for generation in run.generations[-_MOST_GENERATIONS:]
         ),
         *([f"buckets: n/a, {run.unseen}"] if run.unseen else []),
         *run.notes,
         *chosen.notes,
         *_phase_skew(summary.phase_skew, len(table.ranks)),
         *(note for holds, note in rules if holds),
-        *(f"rank {rank}: {growth}" for growth, rank in growths[:1]),
+        *(f"rank {rank}: {growth}" for growth, rank in growing[:1]),
         *([ONE_NODE] if summary.traffic is not None and is_one_node else []),
     ]
 
@@ -138,7 +136,7 @@ def _ended_by(run: Run) -> list[str]:
 
     A rank that has lost its peer says nothing of why that peer went.
     """
-    ends = {rank: each.end for rank, each in run.ranks.items() if each.end is not None}
+    ends = {rank: rank_run.end for rank, rank_run in run.ranks.items() if rank_run.end is not None}
     times = {
         rank: math.inf if end.at is None else end.at + run.ranks[rank].offset(end.at)
         for rank, end in ends.items()
@@ -161,8 +159,8 @@ def _phase_skew(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
     if not phase_skew:
         return []
     phases = [
-        f"{METRICS[each.phase].label} ({_ranks(each.ranks, ranks)}: +{_ms(each.excess_ms)})"
-        for each in phase_skew
+        f"{METRICS[skew.phase].label} ({_ranks(skew.ranks, ranks)}: +{in_ms(skew.excess_ms)})"
+        for skew in phase_skew
     ]
     note = (
         f"ranks differ: {', '.join(phases)}; waiting in collectives other than gradient exchanges "
@@ -171,7 +169,7 @@ def _phase_skew(phase_skew: Sequence[PhaseSkew], ranks: int) -> list[str]:
     )
     first, *rest = phase_skew
     # Where the other ranks wait, the late one does not.
-    if any(each.fastest_rank in first.ranks for each in rest):
+    if any(skew.fastest_rank in first.ranks for skew in rest):
         note += f"; late: {_ranks(first.ranks, ranks)} ({METRICS[first.phase].label})"
     return [note]
 
@@ -198,7 +196,7 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
     whole = "with local updates, everything but the exchange is in other"
     exchanges, sends = table.total("exchange") > 0, table.total("raw", "intra", "inter") > 0
     has_links, has_errors = (
-        any(getattr(each, records) for each in run.ranks.values())
+        any(getattr(rank_run, records) for rank_run in run.ranks.values())
         for records in ("links", "errors")
     )
     # Empty reasons count for nothing, and later ones replace earlier ones.
@@ -227,7 +225,7 @@ def unavailable_of(run: Run, chosen: Sample, table: StepTable, *, has_link: bool
 
 def _why_no_step(run: Run) -> str:
     """Reason and remedy. The error or signal that ended a training is in a note."""
-    endings = {each.end.reason for each in run.ranks.values() if each.end is not None}
+    endings = {rank_run.end.reason for rank_run in run.ranks.values() if rank_run.end is not None}
     if not endings:
         return "the training was killed in its first second, or has not made a step yet"
     if endings != {FINISHED}:
@@ -236,6 +234,7 @@ def _why_no_step(run: Run) -> str:
 
 
 def _no_errors(chosen: Sample) -> str:
-    last = [each.steps[step] for each in chosen.ranks.values() for step in chosen.detailed[-1:]]
-    is_whole = {bucket.codec for step in last for bucket in step.buckets} == {"none"}
+    ranks, last = chosen.ranks.values(), chosen.detailed[-1:]
+    buckets = (rank_run.steps[step].buckets for rank_run in ranks for step in last)
+    is_whole = {bucket.codec for bucket in chain.from_iterable(buckets)} == {"none"}
     return "nothing is compressed" if is_whole else "none was sampled"

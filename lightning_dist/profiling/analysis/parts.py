@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 from lightning_dist.profiling.analysis.metrics import MEANING_OF_PARTS
@@ -22,7 +23,7 @@ Intervals: TypeAlias = Sequence[Interval]
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Every point that is in any of them; empty and reversed ones have no point."""
     joined: list[Interval] = []
-    for begin, end in sorted(each for each in intervals if each[0] < each[1]):
+    for begin, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if joined and begin <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
@@ -30,28 +31,28 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return joined
 
 
-def intersection(one: Intervals, other: Intervals) -> list[Interval]:
+def intersection(first: Intervals, second: Intervals) -> list[Interval]:
     """Every point that is in both unions."""
     common: list[Interval] = []
     i = j = 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if begin < end:
             common.append((begin, end))
-        if one[i][1] < other[j][1]:
+        if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
     return common
 
 
-def difference(one: Intervals, other: Intervals) -> list[Interval]:
-    """Every point of the union ``one`` that is not in the union ``other``."""
-    if not one:
+def difference(intervals: Intervals, removed: Intervals) -> list[Interval]:
+    """Every point of the union ``intervals`` that is not in the union ``removed``."""
+    if not intervals:
         return []
-    edges = [one[0][0], *(edge for each in other for edge in each), one[-1][1]]
+    edges = [intervals[0][0], *chain.from_iterable(removed), intervals[-1][1]]
     gaps = zip(edges[::2], edges[1::2], strict=True)
-    return intersection(one, [(begin, end) for begin, end in gaps if begin < end])
+    return intersection(intervals, [(begin, end) for begin, end in gaps if begin < end])
 
 
 def length(intervals: Intervals) -> int:
@@ -106,13 +107,13 @@ class TimelineSpan(Span, frozen=True, gc=False):
 
     @property
     def transfer(self) -> Interval:
-        """With all members there: it moved, or queued behind others. All of it if not known."""
+        """Time with all members there: it moved, or queued behind others. Unknown: all of it."""
         since = self.begin if self.arrival is None else max(self.arrival, self.begin)
         return min(since, self.end), self.end
 
     @property
     def wait(self) -> Interval:
-        """From the launch to that on the last member; empty where that is not known."""
+        """Time from the launch to that on the last member; empty where that is not known."""
         return self.begin, self.transfer[0]
 
     @property

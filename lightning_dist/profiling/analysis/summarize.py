@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_dist.profiling.analysis.parts import (
     Traffic,
 )
 from lightning_dist.profiling.analysis.tables import MS, Sample, StepTable, mean, sample, step_table
-from lightning_dist.profiling.capture.events import PHASES
+from lightning_dist.profiling.capture.events import PHASES, Record
 from lightning_dist.profiling.run import Run
 
 
@@ -46,8 +46,8 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
     if last is None:
         alone = "one rank exchanges nothing" if run.world_size < 2 else "no rank waited"
         unavailable["straggler"] = why_none or unavailable.get("exposed_wait") or alone
-    heads = [each.head(step) for each in chosen.ranks.values() for step in chosen.steps]
-    duration = sum(each.duration for each in heads)
+    heads = [rank_run.head(step) for rank_run in chosen.ranks.values() for step in chosen.steps]
+    duration = sum(head.duration for head in heads)
     exchange, is_unknown = table.total("exchange"), "exposed_ms" in unavailable
     summary = Summary(
         headline="",
@@ -64,16 +64,16 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
         buckets=table.bucket_summaries(unavailable),
         straggler=last,
         detailed_steps=len(chosen.detailed),
-        profiler_overhead=sum(each.overhead for each in heads) / duration if duration else None,
+        profiler_overhead=sum(head.overhead for head in heads) / duration if duration else None,
         per_step=_per_step(chosen, table, breakdown_ms, unavailable),
-        errors=[{"rank": r, **asdict(each)} for r, of in run.ranks.items() for each in of.errors],
-        links=[{"rank": r, **asdict(each)} for r, of in run.ranks.items() for each in of.links],
+        errors=_with_ranks({rank: rank_run.errors for rank, rank_run in run.ranks.items()}),
+        links=_with_ranks({rank: rank_run.links for rank, rank_run in run.ranks.items()}),
         unavailable=unavailable,
         phase_skew=phase_skew,
         exposed_fsdp_ms=None if is_unknown else table.mean_ms("exposed_fsdp"),
         generations=[
-            {name: getattr(each, name) for name in ("number", "step", "reason")}
-            for each in run.generations
+            {name: getattr(generation, name) for name in ("number", "step", "reason")}
+            for generation in run.generations
         ],
     )
     return replace(
@@ -81,6 +81,11 @@ def summarize(run: Run, *, warmup_steps: int = 2) -> Summary:
         headline=headline(summary, cut=chosen.cut),
         notes=notes_of(run, chosen, table, summary),
     )
+
+
+def _with_ranks(records: Mapping[int, Sequence[Record]]) -> list[dict[str, Any]]:
+    """Records of every rank, with the rank."""
+    return [{"rank": rank, **asdict(record)} for rank, lines in records.items() for record in lines]
 
 
 def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
@@ -91,7 +96,7 @@ def pick_steps(run: Run, summary: Summary) -> list[Timeline]:
     for name in ("median", "p95", "slowest"):
         duration = wanted[name]
         if duration is not None and step_ms:
-            distances = [abs(each - duration) for each in step_ms]
+            distances = [abs(step - duration) for step in step_ms]
             picked.setdefault(steps[distances.index(min(distances))], f"{name} step")
     return [timeline(run, step, label) for step, label in picked.items()]
 
@@ -163,20 +168,21 @@ def _ranks(
     is_whole = not run.beside(chosen.ranks)
     summaries = []
     for row, (rank, of_rank) in enumerate(chosen.ranks.items()):
-        own = {name: of[row] for name, of in means.items()}
-        intra, inter = (_gbps(own[name], own[f"{name}_moving"]) for name in ("intra", "inter"))
+        figures = {name: values[row] for name, values in means.items()}
+        intra = _gbps(figures["intra"], figures["intra_moving"])
+        inter = _gbps(figures["inter"], figures["inter_moving"])
         summaries.append(
             RankSummary(
                 rank,
                 of_rank.metadata.node,
                 mean([of_rank.head(step).duration for step in steps]) / MS,
-                None if "exposed_ms" in unavailable else own["exposed"],
-                _known(own["waited"], "exposed_wait", unavailable),
-                _known(own["late"], "exposed_wait", unavailable),
+                None if "exposed_ms" in unavailable else figures["exposed"],
+                _known(figures["waited"], "exposed_wait", unavailable),
+                _known(figures["late"], "exposed_wait", unavailable),
                 uncertainties[row] / MS if table.steps and of_rank.clocks else None,
                 intra if is_whole else None,
                 inter if is_whole else None,
-                {name: _known(own[name], name, unavailable) for name in PHASES if table.steps},
+                {name: _known(figures[name], name, unavailable) for name in PHASES if table.steps},
             )
         )
     return summaries
@@ -210,10 +216,11 @@ def _gbps(nbytes: float, nanoseconds: float) -> float | None:
 def _link_gbps(run: Run) -> float | None:
     """The best of the links between nodes; inside a node only where there is no other."""
     nodes, rates = run.nodes, []
-    for each in run.ranks.values():
-        for link in each.links:
-            ends = each.metadata.groups.get(link.group, ()) if link.peer is None else [link.peer]
-            crosses = {nodes[rank] for rank in ends if rank in nodes} - {each.metadata.node}
+    for rank_run in run.ranks.values():
+        for link in rank_run.links:
+            group = rank_run.metadata.groups.get(link.group, ())
+            ends = group if link.peer is None else [link.peer]
+            crosses = {nodes[rank] for rank in ends if rank in nodes} - {rank_run.metadata.node}
             if (rate := _gbps(link.sent, link.seconds * 1e9)) is not None:
                 rates.append((bool(crosses), rate))
     return max(rates)[1] if rates else None

@@ -59,7 +59,7 @@ COLUMNS = (
     "passes",  # backward passes that exchanged gradients
     "optimizer_steps",  # 1: an optimizer has made one
 )
-BUCKET_COLUMNS = tuple(each.name for each in fields(BucketSummary))[2:]
+BUCKET_COLUMNS = tuple(field.name for field in fields(BucketSummary))[2:]
 
 _PART_OF = {"encode_ms": "exposed_codec", "wait_ms": "exposed_wait", "decode_ms": "exposed_codec"}
 """The part of a step whose reason for being unknown is also that of a bucket's column."""
@@ -92,11 +92,11 @@ class StepTable:
 
     def of(self, *columns: str) -> Array:
         """A column by step and rank, or the sum of several."""
-        found: Array = self.values[:, :, [COLUMNS.index(name) for name in columns]].sum(axis=2)
-        return found
+        column: Array = self.values[:, :, [COLUMNS.index(name) for name in columns]].sum(axis=2)
+        return column
 
     def total(self, *columns: str) -> float:
-        """The same, summed over steps and ranks."""
+        """Sum of columns over steps and ranks."""
         return float(self.of(*columns).sum())
 
     def mean_ms(self, *columns: str) -> float:
@@ -127,21 +127,21 @@ class StepTable:
 
     def bucket_summaries(self, unknown: Container[str]) -> list[BucketSummary]:
         """Means of every bucket; a zero of what is ``unknown`` was not measured."""
-        found = []
+        summaries = []
         for index, (codec, times, sums) in sorted(self.buckets.items()):
             means = dict(zip(BUCKET_COLUMNS, (sums / times / MS).tolist(), strict=True))
             for name, part in _PART_OF.items():
                 if not means[name] and part in unknown:
                     means[name] = None
-            found.append(BucketSummary(index, codec, **means))
-        return found
+            summaries.append(BucketSummary(index, codec, **means))
+        return summaries
 
 
 def step_table(
     run: Run, steps: Sequence[int], analysed: Iterable[Sequence[Analysed]] | None = None
 ) -> StepTable:
     """The table of these steps; ``analysed``: every step as ``analyse`` has it, if it is there."""
-    nodes = {rank: each.metadata.node for rank, each in run.ranks.items() if each.steps}
+    nodes = {rank: rank_run.metadata.node for rank, rank_run in run.ranks.items() if rank_run.steps}
     rows = {rank: row for row, rank in enumerate(nodes)}
     values = np.full((len(steps), len(rows), len(COLUMNS)), np.nan)
     waited_for = np.zeros((len(rows), len(rows)))
@@ -151,19 +151,21 @@ def step_table(
     for i, of_step in enumerate(analysed or (analyse(run, step) for step in steps)):
         of_nodes: dict[str, list[Interval]] = {node: [] for node in nodes.values()}
         late: Counter[int] = Counter()
-        for each in of_step:
-            late.update(each.waited_for)
-        for each in of_step:
-            row, begin, own = rows[each.rank], each.begin, {**each.ns, "late": late[each.rank]}
-            values[i, row] = [own[name] for name in COLUMNS]
-            for last, waited in each.waited_for.items():
+        for of_rank in of_step:
+            late.update(of_rank.waited_for)
+        for of_rank in of_step:
+            row, begin = rows[of_rank.rank], of_rank.begin
+            figures = {**of_rank.ns, "late": late[of_rank.rank]}
+            values[i, row] = [figures[name] for name in COLUMNS]
+            for last, waited in of_rank.waited_for.items():
                 waited_for[row, rows[last]] += waited
-            of_nodes[nodes[each.rank]] += [(begin + a, begin + b) for a, b in each.inter_moving]
-            for index, codec, sums in _bucket_rows(each):
+            moving = [(begin + a, begin + b) for a, b in of_rank.inter_moving]
+            of_nodes[nodes[of_rank.rank]] += moving
+            for index, codec, sums in _bucket_rows(of_rank):
                 _, times, before = buckets.get(index, ("", 0, 0.0))
                 buckets[index] = codec, times + 1, before + sums
         # Ranks of one node may send at the same time or one after the other: the clock tells.
-        node_moving[i] = [length(union(each)) for each in of_nodes.values()]
+        node_moving[i] = [length(union(intervals)) for intervals in of_nodes.values()]
         unknown = unknown or unknown_wait(of_step)
     axes = steps, list(nodes), list(nodes.values())
     return StepTable(*axes, values, waited_for, node_moving, buckets, unknown)
@@ -182,16 +184,16 @@ def _bucket_rows(step: Analysed) -> Iterator[tuple[int, str, Array]]:
             encode, exchange, decode = (
                 spans[number, bucket.index, phase] for phase in ("encode", "exchange", "decode")
             )
-            transfer = union(each.transfer for each in exchange)
+            transfer = union(span.transfer for span in exchange)
             sums = (
                 bucket.raw,
                 bucket.intra + bucket.inter,
                 bucket.ready,
-                sum(each.end - each.begin for each in encode),
-                length(difference(union(each.wait for each in exchange), transfer)),
+                sum(span.end - span.begin for span in encode),
+                length(difference(union(span.wait for span in exchange), transfer)),
                 length(transfer),
-                sum(each.end - each.begin for each in decode),
-                max(max((each.end for each in exchange), default=bucket.done) - last_ready, 0),
+                sum(span.end - span.begin for span in decode),
+                max(max((span.end for span in exchange), default=bucket.done) - last_ready, 0),
             )
             yield bucket.index, bucket.codec, np.array(sums, dtype=float)
 
@@ -221,10 +223,13 @@ class Sample:
     notes: Sequence[str]
     cut: str = ""
 
+    def durations(self, step: int) -> list[int]:
+        """Duration of a step on every rank, nanoseconds."""
+        return [rank_run.head(step).duration for rank_run in self.ranks.values()]
+
     def durations_ms(self) -> list[float]:
         """Duration of every step, the mean over ranks."""
-        ranks = self.ranks.values()
-        return [mean([each.head(step).duration for each in ranks]) / MS for step in self.steps]
+        return [mean(self.durations(step)) / MS for step in self.steps]
 
 
 def sample(run: Run, *, warmup_steps: int) -> Sample:
@@ -237,16 +242,17 @@ def sample(run: Run, *, warmup_steps: int) -> Sample:
         raise ValueError(
             f"warmup_steps must not be negative, got {warmup_steps}; 0 counts all steps"
         )
-    ranks = {rank: each for rank, each in run.ranks.items() if each.steps}
+    ranks = {rank: rank_run for rank, rank_run in run.ranks.items() if rank_run.steps}
     common = Run(ranks).common_steps
-    recorded = set[int]().union(*(each.steps for each in ranks.values()))
+    recorded = set[int]().union(*(rank_run.steps for rank_run in ranks.values()))
     left_out = warmup_steps if len(common) > warmup_steps else 0
     steps = common[left_out:]
-    detailed = [step for step in steps if all(each.head(step).detailed for each in ranks.values())]
-    spans = sum(len(each.steps[step].spans) for each in ranks.values() for step in detailed[-1:])
+    rank_runs = ranks.values()
+    detailed = [s for s in steps if all(rank_run.head(s).detailed for rank_run in rank_runs)]
+    spans = sum(len(rank_run.steps[s].spans) for rank_run in rank_runs for s in detailed[-1:])
     most = min(MOST, max(_FEWEST, _SPANS // max(spans, 1)))
     of_all = f"{len(common)} of {len(recorded)} steps"
-    end = min((max(each.steps) for each in ranks.values()), default=0)
+    end = min((max(rank_run.steps) for rank_run in ranks.values()), default=0)
     lost = sum(step > end for step in recorded) if common else 0
     notes = (
         (len(common) < len(recorded), f"{of_all} are of all ranks; only these count"),

@@ -78,9 +78,9 @@ class Watching:
             return
         self._timer.forward_ended()
         self._synchronises = self._model.require_backward_grad_sync
-        for each in tensors_in(output):
-            if each.requires_grad:
-                each.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, gradient: Tensor) -> None:
         if self._in_backward:  # a second output
@@ -164,7 +164,7 @@ class Promises:
             return gradients
 
         last: Future[Tensor]
-        last = collect_all([*(each for each, _, _ in held), reduced]).then(arrived)
+        last = collect_all([*(reduced for reduced, _, _ in held), reduced]).then(arrived)
         return last
 
 
@@ -268,5 +268,5 @@ def watch_allreduce(model: DistributedDataParallel, recorder: Recorder, *, cross
 def _sent(gradients: Tensor, world: int) -> int:
     """Bytes that a rank sends: around a ring, twice; sparse ones are gathered."""
     if gradients.is_sparse:
-        return (world - 1) * sum(each.nbytes for each in sparse_parts(gradients))
+        return (world - 1) * sum(part.nbytes for part in sparse_parts(gradients))
     return 2 * (world - 1) * gradients.nbytes // world

@@ -1,6 +1,7 @@
 """Records of one rank, each a line of JSON.
 
 Times are nanoseconds of the rank's own monotonic clock; inside a step they count from its begin.
+Parts of a step, of which a line has many, are arrays of values in the order of the fields.
 Readers skip kinds and fields that they do not know, so that old and new folders keep loading.
 """
 
@@ -12,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Annotated, TypeAlias
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Raw, Struct, field
 
 SCHEMA = 3
 """Raised when a field changes its meaning; a new field or kind does not raise it."""
@@ -32,10 +33,6 @@ FINISHED = "finished"
 
 class _Record(Struct, frozen=True, tag_field="kind"):
     """One line: an object whose ``kind`` says which record it is."""
-
-
-class _Row(Struct, frozen=True, array_like=True, gc=False):
-    """A part of a step, of which a line has many: an array of values in the order of the fields."""
 
 
 class RankRecord(_Record, frozen=True, tag="rank"):
@@ -93,7 +90,7 @@ class ClockRecord(_Record, frozen=True, tag="clock"):
     uncertainty: int
 
 
-class Phase(_Row, frozen=True):
+class Phase(Struct, frozen=True, array_like=True, gc=False):
     """One of :data:`PHASES`; the backward pass ends when the mean of the gradients is there."""
 
     name: str
@@ -101,7 +98,7 @@ class Phase(_Row, frozen=True):
     end: int
 
 
-class BucketTimes(_Row, frozen=True):
+class BucketTimes(Struct, frozen=True, array_like=True, gc=False):
     """A bucket of gradients in a step: ready with its last gradient, done when the mean is there.
 
     Args:
@@ -119,7 +116,7 @@ class BucketTimes(_Row, frozen=True):
     codec: str = ""
 
 
-class Span(_Row, frozen=True):
+class Span(Struct, frozen=True, array_like=True, gc=False):
     """Work for a bucket, or a collective of :data:`OF_NO_BUCKET`.
 
     Args:
@@ -267,14 +264,10 @@ Record: TypeAlias = (
 )
 
 
-class _Kind(Struct):
-    kind: str
-
-
-_KINDS = frozenset(each.__struct_config__.tag for each in _Record.__subclasses__())
+_KINDS = frozenset(record.__struct_config__.tag for record in _Record.__subclasses__())
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
-_KIND_DECODER = msgspec.json.Decoder(_Kind)
+_OBJECT_DECODER = msgspec.json.Decoder(dict[str, Raw])
 
 
 def to_line(record: Record) -> bytes:
@@ -291,8 +284,9 @@ def from_line(line: bytes | str) -> Record | None:
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError) as error:  # the latter of many brackets
-        with suppress(ValueError, RecursionError):
-            if _KIND_DECODER.decode(line).kind not in _KINDS:
+        with suppress(KeyError, ValueError, RecursionError):
+            kind = _OBJECT_DECODER.decode(line)["kind"]
+            if msgspec.json.decode(kind, type=str) not in _KINDS:
                 return None
         problem = f"not a record of a communication profile: {error}: {line[:80]!r}"
         raise ValueError(problem) from None

@@ -86,7 +86,7 @@ class RankFile:
         lines, self._lines = self._lines, []
         if self._file is not None:
             with self._recording_loss("further steps of this rank are not saved"):
-                self._file.write(b"".join(each + b"\n" for each in lines))
+                self._file.write(b"".join(line + b"\n" for line in lines))
                 self._file.flush()
 
     def close(self) -> None:
@@ -155,13 +155,13 @@ def ranks_apart(folder: str | Path, group: dist.ProcessGroup) -> list[int]:
     if group.size() == 1:
         return []
     folder, is_first, cpu = Path(folder), group.rank() == 0, torch.device("cpu")
-    own = {"token": leave_token(folder) if is_first else ""}
-    token = str(all_facts(own, group=group, device=cpu)[0]["token"])
+    facts = {"token": leave_token(folder) if is_first else ""}
+    token = str(all_facts(facts, group=group, device=cpu)[0]["token"])
     sees = {"sees": is_first or (bool(token) and has_token(folder, token))}
     of_all = all_facts(sees, group=group, device=cpu)
     if is_first and token:
         remove_token(folder, token)
-    return [rank for rank, each in enumerate(of_all) if not each["sees"]]
+    return [rank for rank, facts in enumerate(of_all) if not facts["sees"]]
 
 
 def gather_records(path: Path, *, ranks: Sequence[int], group: dist.ProcessGroup) -> list[str]:

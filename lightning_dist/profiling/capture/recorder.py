@@ -1,23 +1,29 @@
-"""Recorder of one rank: when gradients are ready, encoded, exchanged and decoded."""
+"""Recorder of one rank: when gradients are ready, encoded, exchanged and decoded.
+
+Compression errors are sampled now and then, on one bucket at a time.
+"""
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_dist.base.accelerator import DeviceStream
 from lightning_dist.measurement.microbenchmark import DeviceClock, HostClock, StreamClock, Timestamp
-from lightning_dist.profiling.capture.codec_error import CompressionErrorSampler
-from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, OF_NO_BUCKET
+from lightning_dist.profiling.capture.events import GLOO_AT_ONCE, OF_NO_BUCKET, ErrorRecord
 from lightning_dist.ranks.channel import nothing
+from lightning_dist.reducer.codec_sample import Sampler
 from lightning_dist.reducer.stats import Observer, Phase, Samples
 from lightning_dist.reducer.units.base import CodecGroup
 
@@ -26,12 +32,16 @@ _UNSEEN = 3.0
 cold. Measured with 40 buckets on two busy cores: 2.2 to 3.4 times (benchmarks/profiler)."""
 _TIMEOUT = 0.1
 """Seconds. Where a step is over, so are its collectives; the thread may not have seen the last."""
+MOST_SAMPLED = 1 << 18
+"""Elements that are looked at, in a few milliseconds on a CPU: smaller buckets as a whole."""
 
 
 OnCompletion: TypeAlias = Callable[[Timestamp], None]
 _Queue: TypeAlias = "queue.SimpleQueue[tuple[dist.Work, OnCompletion] | None]"
 Row: TypeAlias = tuple[Any, ...]
 """Values of a record in the order of its fields, with timestamps in the place of times."""
+Sample: TypeAlias = Callable[[], ErrorRecord | None]
+"""The error of a bucket, when its step is past; None where there is nothing to compare."""
 Volume: TypeAlias = tuple[int, int, int, str]
 """Raw, intra and inter bytes of a bucket, and its codec: the last fields of its record."""
 
@@ -121,7 +131,7 @@ class Recorder(Observer):
     def launches(
         self, op: str, *, group: str, sent: int, mean: Volume | None = None
     ) -> Callable[[dist.Work], None] | None:
-        """The same as of any observer; ``mean``: of the bucket, which is there when it ends."""
+        """A collective begins; ``mean``: of the bucket that is averaged when it ends."""
         order = self._orders[group]
         self._orders[group] = order + 1
         if not self.is_on:
@@ -213,9 +223,9 @@ class Recorder(Observer):
     def take(self) -> tuple[Sequence[Row], Sequence[Row]]:
         """Buckets and spans since the last call, at timestamps that may be to come."""
         self._completions.drain(_TIMEOUT)
-        found = self._buckets, self._spans
+        rows = self._buckets, self._spans
         self.drop()
-        return found
+        return rows
 
     def drop(self) -> None:
         """Forget what was recorded since the last call."""
@@ -323,3 +333,79 @@ class ThreadCompletionWatcher:
                 if not self._pending:
                     self._changed.notify_all()
             before = after
+
+
+class CompressionErrorSampler:
+    """Samples the next bucket in turn, in a step that it is asked for; ``clock``: nanoseconds."""
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._step: int | None = None
+        self._turn = 0
+        self._seen = self._buckets = 0  # in this step, and in the one before
+        self._bucket: int | None = None  # that is being encoded
+        self._sampler: Sampler | None = None  # of this bucket, if it is sampled
+        self._of = 0
+        self._squares: list[Tensor] = []
+        self._cost = 0
+
+    def ask(self, step: int | None) -> None:
+        """Sample a bucket of ``step``, which comes next; None: no bucket."""
+        self._step, self._bucket, self._sampler = step, None, None
+        self._seen, self._buckets = 0, self._seen or self._buckets
+
+    def inspect(self, bucket: int, samples: Samples, *, numel: int, scale: Tensor) -> None:
+        """Take ``samples`` of ``bucket`` if it is its turn."""
+        if bucket != self._bucket:
+            self._bucket, self._sampler = bucket, None
+            number, self._seen = self._seen, self._seen + 1
+            if (
+                self._step is not None
+                and not self._squares
+                and number == self._turn % max(self._buckets, 1)
+            ):
+                self._turn += 1
+                # All ranks draw the same elements.
+                self._sampler = Sampler(self._step, share=MOST_SAMPLED / max(numel, 1))
+                self._of = bucket
+        if self._sampler is None:
+            return
+        begin = self._clock()
+        for sample in samples(self._sampler):
+            residual = sample.gradient[:0] if sample.residual is None else sample.residual * scale
+            lost = sample.compensated - sample.sent
+            norms = [
+                torch.linalg.vector_norm(tensor, dtype=torch.float64)
+                for tensor in (sample.gradient, sample.compensated, sample.sent, lost, residual)
+            ]
+            has = torch.full_like(norms[0], sample.residual is not None)
+            squares = torch.stack([*norms, has]).square()
+            self._squares.append(squares.to("cpu", non_blocking=True))
+        self._cost += self._clock() - begin
+
+    def take(self) -> tuple[Sample | None, int]:
+        """The sample since the last call, and the nanoseconds that it took."""
+        sample, cost = None, self._cost
+        if self._squares and self._step is not None:
+            sample = partial(_error_record, self._step, self._of, self._squares)
+        self._squares, self._cost = [], 0
+        return sample, cost
+
+
+def _error_record(step: int, bucket: int, squares: Sequence[Tensor]) -> ErrorRecord | None:
+    """Error from squared norms of gradient, input, payload, error, and residual if there is one.
+
+    In float64, on their way from an accelerator until the step is past there. None: there are no
+    elements, only zeros, or an overflow.
+    """
+    gradient, compensated, sent, lost, residual, has = torch.stack(list(squares)).sum(0).tolist()
+    if not compensated or not math.isfinite(gradient + compensated + sent + lost + residual):
+        return None
+    cosine = ratio = None
+    if sent:
+        product = (compensated + sent - lost) / 2
+        # The products of tiny norms are zero before these are.
+        cosine = max(-1.0, min(1.0, product / math.sqrt(compensated) / math.sqrt(sent)))
+    if has and gradient:
+        ratio = math.sqrt(residual) / math.sqrt(gradient)
+    return ErrorRecord(step, bucket, math.sqrt(lost / compensated), cosine, ratio)

@@ -235,7 +235,7 @@ class ProfileSession:
         self._writing = 0
         self.is_disturbed = False
         """Whether something makes this step longer than it is; it is not written down."""
-        self._over: deque[PendingStep] = deque()
+        self._pending: deque[PendingStep] = deque()
         self.recorder.blocks = self._sync_every > 0
         self.recorder.on_regrouped = self._regrouped
         self._begin_step()
@@ -258,13 +258,13 @@ class ProfileSession:
         at, because = self._clock(), ""
         try:
             self.timer.end()
-            while self._over and self._clock() < at + timeout * 1e9:
+            while self._pending and self._clock() < at + timeout * 1e9:
                 time.sleep(0.001)
                 self._write_what_is_past()
         except RuntimeError as error:  # of whatever is asked of one that has failed
             because = str(error).split("\n")[0]
-        if self._over or because:
-            first = self._over[0].number if self._over else self._step
+        if self._pending or because:
+            first = self._pending[0].number if self._pending else self._step
             because = because or f"the device did not complete them within {timeout:g} s"
             self._on_problem(f"steps from {first} on are not in the profile: {because}")
         self.recorder.close()
@@ -303,7 +303,7 @@ class ProfileSession:
             overhead=overhead,
             was_disturbed=self.is_disturbed,
         )
-        self._over.append(step)
+        self._pending.append(step)
         self._step += 1
         self.is_disturbed = self._next_step(self._step)
         written = self._write_what_is_past()
@@ -315,25 +315,25 @@ class ProfileSession:
         self._writing = self._clock() - now
         if self.is_disturbed:
             return  # what disturbs it is in these times
-        for over, duration in written:
-            if over.sampling:
+        for pending, duration in written:
+            if pending.sampling:
                 every = self._settings.error_every_n_steps
-                self._error_governor.spent(over.sampling / every, of=duration)
-            if over.detailed:
+                self._error_governor.spent(pending.sampling / every, of=duration)
+            if pending.detailed:
                 writing = self._writing / len(written)
-                self._governor.spent(over.recording + writing, of=duration)
+                self._governor.spent(pending.recording + writing, of=duration)
 
     def _write_what_is_past(self) -> list[tuple[PendingStep, int]]:
         """Steps that are noted now, with their durations."""
         written = []
-        while self._over and self._over[0].is_past(self._device_clock):
-            over = self._over.popleft()
-            record = over.read(self._device_clock)
-            if not over.was_disturbed:
-                written.append((over, record.duration))
+        while self._pending and self._pending[0].is_past(self._device_clock):
+            pending = self._pending.popleft()
+            record = pending.read(self._device_clock)
+            if not pending.was_disturbed:
+                written.append((pending, record.duration))
                 self.note(record)
                 self._on_step(record)
-            error = None if over.error is None else over.error()
+            error = None if pending.error is None else pending.error()
             if error is not None:
                 self.note(error)
                 self._on_error(error)

@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from lightning_dist.measurement.microbenchmark import DeviceClock, Timestamp
-from lightning_dist.profiling.capture.codec_error import Sample
 from lightning_dist.profiling.capture.events import (
     OF_NO_BUCKET,
     BucketTimes,
@@ -22,7 +21,7 @@ from lightning_dist.profiling.capture.events import (
     Span,
     StepRecord,
 )
-from lightning_dist.profiling.capture.recorder import Recorder, Row
+from lightning_dist.profiling.capture.recorder import Recorder, Row, Sample
 
 
 class PendingStep(NamedTuple):
@@ -151,7 +150,7 @@ class StepTimer:
         self._enter("forward", now)
 
     def forward_ended(self) -> None:
-        """It has ended. What is left of it after a step within it is of no phase."""
+        """A forward pass has ended. What is left of it after a step within it is of no phase."""
         self._in_forward = False
         if self._phase == "forward" and self._since == self._begin:
             self._phase = "between_steps"
@@ -162,7 +161,7 @@ class StepTimer:
         self._enter("backward", self._now())
 
     def backward_ended(self, *, synchronised: bool) -> None:
-        """It has ended; ``synchronised``: with the mean over all ranks."""
+        """A backward pass has ended; ``synchronised``: with the mean over all ranks."""
         now = self._now()
         self._enter("optimizer" if synchronised else "between_steps", now)
         if synchronised:
@@ -180,7 +179,7 @@ class StepTimer:
             self.backward_ended(synchronised=True)
 
     def stepped(self) -> None:
-        """It has made it. Within a forward pass it ends a step: the pass may have another."""
+        """An optimizer has made its step. Within a forward pass that ends a step."""
         self._passes = None
         if self._synchronised is None:
             return

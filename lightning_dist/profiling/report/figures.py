@@ -21,7 +21,7 @@ from lightning_dist.base.shared_folder import replace_file
 from lightning_dist.profiling.analysis.metrics import METRICS, finite, format_value, why
 from lightning_dist.profiling.analysis.parts import PARTS, Summary, Timeline, TimelineSpan, lanes
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, PHASES
-from lightning_dist.profiling.report import figures, tables
+from lightning_dist.profiling.report import tables
 from lightning_dist.profiling.report.tables import View, missing
 
 _LOOKS = {
@@ -83,7 +83,7 @@ _WORK = {
 }
 _BACKGROUND, _PHASE, _SPAN = range(3)
 _LAYERS: tuple[dict[str, Any], ...] = ({"opacity": 0.16, "showlegend": False}, {"opacity": 0.9}, {})
-"""Of the background of a phase, of its strip, and of work."""
+"""Looks of the background of a phase, of its strip, and of work."""
 
 
 def steps_over_time(summary: Summary) -> View:
@@ -119,14 +119,14 @@ def waits_over_time(summary: Summary) -> View:
     """Heat map of waiting by rank and step."""
     per_step, title = summary.per_step, "Waiting by rank and step"
     waits = dict(sorted(per_step.wait_ms.items()))
-    longest = max((finite(each) or 0 for of_rank in waits.values() for each in of_rank), default=0)
+    longest = max((finite(wait) or 0 for of_rank in waits.values() for wait in of_rank), default=0)
     if not per_step.steps or not waits:
         return View("waits", title, missing=missing(summary, "exposed_wait", "step_ms"))
     if len(waits) == 1:
         return View("waits", title, missing="One rank: nothing to wait for.")
     if not longest:
         return View("waits", title, missing="No rank waited for another.")
-    nodes = {each.rank: f" · {_short(each.node)}" for each in summary.ranks}
+    nodes = {rank.rank: f" · {_short(rank.node)}" for rank in summary.ranks}
     names = {rank: f"rank {rank}{nodes.get(rank, '')}" for rank in waits}
     heat = go.Heatmap(
         x=list(per_step.steps),
@@ -171,35 +171,35 @@ def timeline(summary: Summary, steps: Sequence[Timeline]) -> View:
     title = "Time line of a step"
     if not steps:
         return View("timeline", title, missing=missing(summary, "step_ms"))
-    if not any(of for each in steps for of in (*each.phases.values(), *each.spans.values())):
+    if not any(any((*step.phases.values(), *step.spans.values())) for step in steps):
         reason = why(summary.unavailable, "buckets")
         return View("timeline", title, missing=f"Nothing was recorded inside this step: {reason}.")
-    everyone = sorted({rank for each in steps for rank in (*each.phases, *each.spans)})
+    everyone = sorted({rank for step in steps for rank in (*step.phases, *step.spans)})
     ranks = most_telling(summary, everyone)
     caption = (
         "Below the phases of each rank: codec work, then collectives from their launch on this "
         "rank to their end, with the number of their bucket. What lies behind a rank's last "
         "triangle is exposed. Times are from the start of the step on the first rank."
     )
-    if not any(of for each in steps for of in each.spans.values()):
+    if not any(any(step.spans.values()) for step in steps):
         caption = "Only phases: buckets and collectives of this step were not recorded."
     if len(ranks) < len(everyone):
         caption += f" Shown are {len(ranks)} of {len(everyone)} ranks: those that waited most, or"
         caption += " that others waited for."
-    drawn = {f"{each.label} ({each.step})": _figure(summary, each, ranks) for each in steps}
+    drawn = {f"{step.label} ({step.step})": _figure(summary, step, ranks) for step in steps}
     return View("timeline", title, caption, figures=drawn)
 
 
 def most_telling(summary: Summary, ranks: Sequence[int]) -> list[int]:
     """All ranks; of too many those with the most waiting, that of others for them included."""
-    waits = {each.rank: (each.waited_for_ms or 0) + (each.wait_ms or 0) for each in summary.ranks}
+    waits = {rank.rank: (rank.waited_for_ms or 0) + (rank.wait_ms or 0) for rank in summary.ranks}
     return sorted(sorted(ranks, key=lambda rank: -waits.get(rank, 0))[:_MOST_RANKS])
 
 
 def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure:
     bars: dict[tuple[int, str], list[_Bar]] = defaultdict(list)
     ready: list[tuple[float, float, str]] = []
-    nodes = {each.rank: f"<br>{_short(each.node)}" for each in summary.ranks}
+    nodes = {rank.rank: f"<br>{_short(rank.node)}" for rank in summary.ranks}
     top, names = 0.0, {}
     for rank in ranks:
         bottom, spans = top + 1, step.spans.get(rank, ())
@@ -225,7 +225,7 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
     keys = sorted(bars, key=lambda key: (key[0], order.index(key[1]) if key[1] in order else 99))
     traces = [_trace(layer, name, bars[layer, name]) for layer, name in keys]
     if ready:
-        x, heights, hovers = (list(of) for of in zip(*ready, strict=True))
+        x, heights, hovers = (list(column) for column in zip(*ready, strict=True))
         marks = go.Scatter(
             mode="markers",
             name="gradients of a bucket ready",
@@ -236,7 +236,7 @@ def _figure(summary: Summary, step: Timeline, ranks: Sequence[int]) -> go.Figure
             hovertemplate=_HOVER,
         )
         traces.append(marks)
-    last = max(bar.base + bar.x for of in bars.values() for bar in of)
+    last = max(bar.base + bar.x for of_layer in bars.values() for bar in of_layer)
     return styled(
         traces,
         round(165 + max(60, top * max(5.0, min(22.0, 1500 / top)))),
@@ -306,7 +306,7 @@ def _fill(name: str) -> dict[str, Any]:
 
 def styled(traces: Sequence[Any], height: int, **layout: Any) -> go.Figure:
     """A figure of the page. Its tools stand in the right margin, over nothing."""
-    has_scale = any(isinstance(each, go.Heatmap) for each in traces)
+    has_scale = any(isinstance(trace, go.Heatmap) for trace in traces)
     of_page = {
         "template": _template(),
         "height": height,
@@ -349,17 +349,17 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
     )
     environment.filters["code"] = _code
     views = (
-        figures.steps_over_time(summary),
+        steps_over_time(summary),
         tables.parts_table(summary),
-        figures.timeline(summary, timelines),
+        timeline(summary, timelines),
         tables.ranks_table(summary),
-        figures.waits_over_time(summary),
+        waits_over_time(summary),
         tables.whatif_table(summary),
         tables.links_table(summary),
         tables.buckets_table(summary),
         tables.run_table(summary),
     )
-    drawn = {each.id: list(each.figures.values()) for each in views if each.figures}
+    drawn = {view.id: list(view.figures.values()) for view in views if view.figures}
     script = Path(str(summary.run.get("script") or "")).name
     started = str(summary.run.get("started") or "").replace("T", " ").replace("+00:00", " UTC")
     return environment.get_template("page.html").render(
@@ -371,7 +371,9 @@ def page(summary: Summary, timelines: Sequence[Timeline]) -> str:
             (METRICS[key].label if key in METRICS else key, reason)
             for key, reason in sorted(summary.unavailable.items())
         ],
-        metrics=[each for each in METRICS.values() if each.meaning and each.key not in PARTS],
+        metrics=[
+            metric for metric in METRICS.values() if metric.meaning and metric.key not in PARTS
+        ],
         figures=to_json_plotly(drawn),  # in which nothing can end the script
         plotly=get_plotlyjs() if drawn else "",
     )

@@ -16,6 +16,7 @@ from lightning_dist.profiling.analysis.metrics import (
     count,
     finite,
     format_value,
+    in_ms,
     why,
 )
 from lightning_dist.profiling.analysis.parts import PARTS, Summary
@@ -91,24 +92,24 @@ def facts(summary: Summary) -> list[Fact]:
     step = summary.step_ms
     of_ranks = f" and {len(summary.ranks)} ranks" if len(summary.ranks) > 1 else ""
     of_steps = [f"mean of {count(summary.steps, 'step')}{of_ranks}"]
-    of_steps += [f"{name} {_ms(step[name])}" for name in ("median", "p95")]
+    of_steps += [f"{name} {in_ms(step[name])}" for name in ("median", "p95")]
     if summary.warmup_steps:
         of_steps.append(f"{count(summary.warmup_steps, 'warm-up step')} excluded")
     exposed = (
-        f"{_ms(summary.exposed_ms)} of {_ms(summary.detailed_step_ms)}, the mean of "
+        f"{in_ms(summary.exposed_ms)} of {in_ms(summary.detailed_step_ms)}, the mean of "
         f"{count(summary.detailed_steps, 'detailed step')}"
     )
     if summary.exposed_fsdp_ms:
-        exposed += f"; {_ms(summary.exposed_fsdp_ms)} of it in collectives of FSDP itself"
-    hidden = f"{_ms(summary.hidden_ms)} per step hidden"
-    found = [
+        exposed += f"; {in_ms(summary.exposed_fsdp_ms)} of it in collectives of FSDP itself"
+    hidden = f"{in_ms(summary.hidden_ms)} per step hidden"
+    known = [
         fact("exposed_fraction", summary.exposed_fraction, exposed, "exposed_ms", "step_ms"),
         fact("step_ms", step["mean"], "; ".join(of_steps)),
         fact("overlap_fraction", summary.overlap_fraction, hidden),
     ]
     traffic = summary.traffic
     if traffic is None:
-        found.append(fact("traffic", None))
+        known.append(fact("traffic", None))
     else:
         ratio = traffic.compression_ratio
         sent = (
@@ -121,14 +122,14 @@ def facts(summary: Summary) -> list[Fact]:
         if len(set(summary.run.get("nodes", ()))) == 1:
             used += ", inside one node: no network"
         like_ddp, busbw = "uncompressed DDP, equal time", traffic.ddp_equivalent_busbw_gbps
-        found += [
+        known += [
             fact("traffic", traffic.wire_bytes, sent),
             fact("traffic.wire_gbps", traffic.wire_gbps),
             fact("traffic.ddp_equivalent_busbw_gbps", busbw, like_ddp),
             fact("traffic.link_gbps", traffic.link_gbps, used),
         ]
     overhead = fact("profiler_overhead", summary.profiler_overhead, "of the time")
-    return [*found, _straggler(summary), overhead]
+    return [*known, _straggler(summary), overhead]
 
 
 def _straggler(summary: Summary) -> Fact:
@@ -137,13 +138,9 @@ def _straggler(summary: Summary) -> Fact:
         is_known = summary.steps and "exposed_wait" not in summary.unavailable
         reason = why(summary.unavailable, "straggler", "exposed_wait", "step_ms")
         return Fact(label, "none" if is_known else MISSING, reason)
-    (rank,) = (each for each in summary.ranks if each.rank == summary.straggler)
-    detail = f"{rank.node}; other ranks waited {_ms(rank.waited_for_ms)} per step for it"
+    (rank,) = (rank for rank in summary.ranks if rank.rank == summary.straggler)
+    detail = f"{rank.node}; other ranks waited {in_ms(rank.waited_for_ms)} per step for it"
     return Fact(label, f"rank {rank.rank}", detail)
-
-
-def _ms(value: float | None) -> str:
-    return format_value(value, "ms")
 
 
 def parts_table(summary: Summary) -> View:
@@ -152,20 +149,20 @@ def parts_table(summary: Summary) -> View:
     if not summary.steps or total is None:
         return View("parts", "Mean step", missing=missing(summary, "breakdown_ms", "step_ms"))
     rows = []
-    for name in (each for each in PARTS if each in summary.breakdown_ms):
+    for name in (part for part in PARTS if part in summary.breakdown_ms):
         value, meaning = finite(summary.breakdown_ms[name]), METRICS[name].meaning
         if value is None:
             meaning = why(summary.unavailable, name)
         share = None if value is None or not total else value / total
         rows.append((METRICS[name].label, format_value(value), format_value(share, "%"), meaning))
-    label, exposed = "detailed step", f"{_ms(summary.exposed_ms)}."
+    label, exposed = "detailed step", f"{in_ms(summary.exposed_ms)}."
     if "breakdown_ms" in summary.unavailable:
         label, exposed = "step", missing(summary, "breakdown_ms")
     steps = f"mean of {count(summary.detailed_steps, 'step')}"
     rows.append((label, format_value(total), "100 %", steps))
     caption = (
         f"Exposed communication is {exposed} Shares are of these steps; the mean of all is "
-        f"{_ms(summary.step_ms['mean'])}."
+        f"{in_ms(summary.step_ms['mean'])}."
     )
     numbers = Metric("time", "time", "ms"), Metric("share", "of the step")
     columns = _text("part"), *numbers, _text("meaning")
@@ -177,10 +174,10 @@ def ranks_table(summary: Summary) -> View:
     if not summary.ranks:
         return View("ranks", "Ranks", missing=missing(summary, "step_ms"))
     records = []
-    for each in summary.ranks:
-        clock = "reference" if each.rank == 0 else each.clock_uncertainty_ms
-        own = {"rank": str(each.rank), "clock_uncertainty_ms": clock}
-        records.append({**vars(each), **each.phases_ms, **own})
+    for rank in summary.ranks:
+        clock = "reference" if rank.rank == 0 else rank.clock_uncertainty_ms
+        cells = {"rank": str(rank.rank), "clock_uncertainty_ms": clock}
+        records.append({**vars(rank), **rank.phases_ms, **cells})
     caption = "Means per detailed step. Waits are hidden or exposed."
     return _view("ranks", "Ranks", caption, RANK_COLUMNS, records)
 
@@ -196,11 +193,12 @@ def buckets_table(summary: Summary) -> View:
                 errors[int(error["bucket"]), name].append(value)
     sampled = [name for name in _ERROR_COLUMNS if any(key == name for _, key in errors)]
     records = []
-    for each in summary.buckets:
-        own = {"bucket": str(each.index), "bucket_codec": each.codec or "none"}
-        own["end_after_last_gradient_ms"] = format_value(each.exposed_ms)
-        known = {x: median(errors[each.index, x]) for x in sampled if (each.index, x) in errors}
-        records.append({**vars(each), **own, **known})
+    for bucket in summary.buckets:
+        cells = {"bucket": str(bucket.index), "bucket_codec": bucket.codec or "none"}
+        cells["end_after_last_gradient_ms"] = format_value(bucket.exposed_ms)
+        of_bucket = {name: errors[bucket.index, name] for name in sampled}
+        medians = {name: median(values) for name, values in of_bucket.items() if values}
+        records.append({**vars(bucket), **cells, **medians})
     caption = (
         "Means over ranks and detailed steps; errors are medians. Buckets share the link, so times "
         "of several do not add up to time of the step. Ready is from the start of the step."
@@ -212,16 +210,16 @@ def buckets_table(summary: Summary) -> View:
 
 def links_table(summary: Summary) -> View:
     """Gbit/s from the node of the row to that of the column: all bits over all seconds."""
-    title, nodes = "Bandwidth between nodes", {each.rank: each.node for each in summary.ranks}
+    title, nodes = "Bandwidth between nodes", {rank.rank: rank.node for rank in summary.ranks}
     sent: Counter[tuple[str, str]] = Counter()
     seconds: Counter[tuple[str, str]] = Counter()
-    for link in (each for each in summary.links if each.get("peer") is not None):
+    for link in (link for link in summary.links if link.get("peer") is not None):
         source, target = (
             nodes.get(link[end], f"node of rank {link[end]}") for end in ("rank", "peer")
         )
         sent[source, target] += link["sent"]
         seconds[source, target] += link["seconds"]
-    rates = {pair: sent[pair] * 8e-9 / of for pair, of in seconds.items() if of > 0}
+    rates = {pair: sent[pair] * 8e-9 / lasted for pair, lasted in seconds.items() if lasted > 0}
     if not rates:
         sentence = "n/a between two nodes: only groups of ranks were measured."
         sentence = sentence if summary.links else missing(summary, "links")
@@ -246,25 +244,27 @@ def whatif_table(summary: Summary) -> View:
     return predictions_table(summary.predictions)
 
 
-def predictions_table(found: Predictions) -> View:
-    """The same of predictions that are there."""
-    baseline, records = found.baseline, []
-    for each in (baseline, *(each for each in found.scenarios if each.step_ms is not None)):
-        own = {"setting": name_of(each, baseline), "position": str(each.position or "")}
-        if each is baseline:
-            error = format_value(found.error, "%", signed=True)
-            measured = f"measured {_ms(found.measured_ms)}; error of the simulation {error}"
-            own |= {"setting": f"{own['setting']} (this run)", "change": "", "remark": measured}
+def predictions_table(predictions: Predictions) -> View:
+    """Predictions as a table, the fastest first."""
+    baseline, records = predictions.baseline, []
+    known = [scenario for scenario in predictions.scenarios if scenario.step_ms is not None]
+    for prediction in (baseline, *known):
+        name = name_of(prediction, baseline)
+        cells = {"setting": name, "position": str(prediction.position or "")}
+        if prediction is baseline:
+            error = format_value(predictions.error, "%", signed=True)
+            measured = f"measured {in_ms(predictions.measured_ms)}; error of the simulation {error}"
+            cells |= {"setting": f"{name} (this run)", "change": "", "remark": measured}
         else:
-            own["change"] = format_value(each.change, "%", signed=True)
-            own["remark"] = remark(each, found)
-        records.append({**vars(each), **own})
+            cells["change"] = format_value(prediction.change, "%", signed=True)
+            cells["remark"] = remark(prediction, predictions)
+        records.append({**vars(prediction), **cells})
     sentences = [
         f"This step simulated with other settings: {where(baseline)}",
         "Accuracy is not predicted",
-        *notes(found),
+        *notes(predictions),
     ]
-    caption = " ".join(f"{each[:1].upper()}{each[1:]}." for each in sentences)
+    caption = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
     return _view("whatif", LABEL, caption, _WHATIF_COLUMNS, records)
 
 
@@ -298,8 +298,8 @@ def _view(
     id: str, title: str, caption: str, keys: Sequence[str], records: Iterable[Mapping[str, Any]]
 ) -> View:
     """A table with a row for each record; text of a record stays as it is."""
-    rows = [
-        tuple(cell if isinstance(cell, str) else format_value(cell) for cell in map(each.get, keys))
-        for each in records
-    ]
+    rows = []
+    for record in records:
+        cells = map(record.get, keys)
+        rows.append(tuple(x if isinstance(x, str) else format_value(x) for x in cells))
     return View(id, title, caption, [METRICS[key] for key in keys], rows)

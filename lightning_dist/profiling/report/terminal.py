@@ -70,7 +70,7 @@ def _ranks(summary: Summary) -> tuple[str, Sequence[int]]:
     everyone = range(len(summary.ranks))
     if len(everyone) <= _MOST_RANKS:
         return "ranks, ms:", everyone
-    waited_for = [each.waited_for_ms or 0 for each in summary.ranks]
+    waited_for = [rank.waited_for_ms or 0 for rank in summary.ranks]
     worst = sorted(everyone, key=lambda at: -waited_for[at])[:_WORST_RANKS]
     return f"{len(worst)} of {len(everyone)} ranks, those others waited for most, ms:", worst
 

@@ -42,18 +42,18 @@ class Sigterm:
         self.came = False
 
     def closing(self) -> None:
-        """From now on it raises nothing: somebody is closing what is open."""
+        """Raise nothing from now on: somebody is closing what is open."""
         self._is_closing = True
 
     def arrive(self) -> None:
-        """In the main thread."""
+        """Answer the signal, in the main thread."""
         self._answered.set()
         self.came = True
         if not self._is_closing:
             raise SystemExit(CODE)
 
     def watch(self, reason: str) -> None:
-        """In a thread, when it has arrived."""
+        """End the process if nobody answers the signal; in a thread, when it has arrived."""
         if self._answered.wait(_PATIENCE):
             return
         try:
@@ -145,7 +145,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
     """Numbers of a summary, by the name they have in loggers; what is None is left out."""
     parts, traffic = summary.breakdown_ms, summary.traffic
     of_all, in_detail = summary.step_ms.get("mean"), summary.detailed_step_ms
-    found: dict[str, float | None] = {
+    metrics: dict[str, float | None] = {
         # What stands beside exposed_ms is the step that it is a share of.
         "comm/step_ms": of_all if in_detail is None else in_detail,
         "comm/all_steps_ms": of_all,
@@ -160,7 +160,7 @@ def metrics_of(summary: Summary) -> dict[str, float]:
         "comm/profiler_overhead": summary.profiler_overhead,
     }
     if traffic is not None:
-        found |= {
+        metrics |= {
             "comm/raw_mb": traffic.raw_bytes / 1e6,
             "comm/wire_mb": traffic.wire_bytes / 1e6,
             "comm/compression_ratio": traffic.compression_ratio,
@@ -168,8 +168,8 @@ def metrics_of(summary: Summary) -> dict[str, float]:
             "comm/ddp_equivalent_busbw_gbps": traffic.ddp_equivalent_busbw_gbps,
             "comm/link_utilization": traffic.link_utilization,
         }
-    found |= {f"comm/{name}": value for name, value in of_errors(summary.errors).items()}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    metrics |= {f"comm/{name}": value for name, value in of_errors(summary.errors).items()}
+    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 def of_one_rank(record: StepRecord) -> dict[str, float]:
@@ -183,10 +183,10 @@ def of_one_rank(record: StepRecord) -> dict[str, float]:
     window = exposed_in(record)
     exposed = length(window)
     exchanges = union((s.begin, s.end) for s in record.spans if s.phase == "exchange")
-    own = sum(span.sent for span in record.spans if span.bucket == OF_NO_BUCKET)
+    of_fsdp = sum(span.sent for span in record.spans if span.bucket == OF_NO_BUCKET)
     raw = raw_of(record)
-    wire = own + sum(bucket.intra + bucket.inter for bucket in record.buckets)
-    found = {
+    wire = of_fsdp + sum(bucket.intra + bucket.inter for bucket in record.buckets)
+    metrics = {
         "step_ms": record.duration / _MS,
         "exposed_ms": exposed / _MS,
         "exposed_fraction": exposed / record.duration,
@@ -196,12 +196,12 @@ def of_one_rank(record: StepRecord) -> dict[str, float]:
         "compression_ratio": raw / wire if wire else 1.0,
         "profiler_overhead": record.overhead / record.duration,
     }
-    if own:
-        found["exposed_fsdp_ms"] = length(blocked_in(record)) / _MS
+    if of_fsdp:
+        metrics["exposed_fsdp_ms"] = length(blocked_in(record)) / _MS
     if any(bucket.codec != DDP for bucket in record.buckets):
         codec = sum(s.end - s.begin for s in record.spans if s.phase != "exchange")
-        found["codec_total_ms"] = codec / _MS
-    return found
+        metrics["codec_total_ms"] = codec / _MS
+    return metrics
 
 
 def of_errors(errors: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -211,4 +211,4 @@ def of_errors(errors: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         for name, field in _OF_ERRORS.items():
             if error[field] is not None:
                 values[name].append(error[field])
-    return {name: median(found) for name, found in values.items() if found}
+    return {name: median(ratios) for name, ratios in values.items() if ratios}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
@@ -40,14 +41,14 @@ def as_ddp(model: nn.Module) -> DistributedDataParallel | None:
         return cast(DistributedDataParallel, LocalModel(sync.updates))
     if isinstance(model, DistributedDataParallel):
         return model
-    found = sync_of(model)
-    if isinstance(found, ShardedGradients | CompressedShards):
-        return cast(DistributedDataParallel, ShardedModel(found))
+    sharded = sync_of(model)
+    if isinstance(sharded, ShardedGradients | CompressedShards):
+        return cast(DistributedDataParallel, ShardedModel(sharded))
     return None
 
 
 class ShardedModel:
-    """Has of a DistributedDataParallel what the profiler asks for.
+    """Stand-in for a DistributedDataParallel, with what the profiler asks for.
 
     A step begins with the forward pass of the outermost module that ``fully_shard`` was called on:
     Lightning calls methods of its module, not the module.
@@ -69,16 +70,19 @@ class ShardedModel:
     def require_backward_grad_sync(self) -> bool:
         if not isinstance(self.exchange, CompressedShards):
             return self.exchange.synchronises
-        groups = (group for module in self._sharded for group in parameter_groups_of(module))
-        return any(map(reduces_gradients, groups))
+        return any(map(reduces_gradients, self._groups()))
 
     @property
     def is_watched(self) -> bool:
         """Whether a recorder knows of its exchanges."""
         if not isinstance(self.exchange, CompressedShards):
             return self.exchange.reducer.is_watched
-        groups = (group for module in self._sharded for group in parameter_groups_of(module))
-        return any(isinstance(comm, _Quantised) for each in groups for comm in collectives_of(each))
+        collectives = chain.from_iterable(map(collectives_of, self._groups()))
+        return any(isinstance(collective, _Quantised) for collective in collectives)
+
+    def _groups(self) -> Iterator[Any]:
+        """Parameter groups of all sharded modules."""
+        return chain.from_iterable(map(parameter_groups_of, self._sharded))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
@@ -127,9 +131,9 @@ class _Recorded:
         return self.comm.allocate
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any
     ) -> dist.Work | None:
-        call = partial(self.comm, output_tensor, input_tensor, group, **how)
+        call = partial(self.comm, output_tensor, input_tensor, group, **options)
         if not self.model.training or group.size() == 1:
             return cast("dist.Work | None", call())
         sent = (group.size() - 1) * min(output_tensor.nbytes, input_tensor.nbytes)
@@ -194,7 +198,7 @@ class _Quantised(Watch):
 
 
 class LocalModel:
-    """Has of a DistributedDataParallel what the profiler asks for."""
+    """Stand-in for a DistributedDataParallel, with what the profiler asks for."""
 
     bucket_bytes_cap = None
     is_multi_device_module = False
@@ -208,6 +212,21 @@ class LocalModel:
         """Those of the module."""
         return self.module.parameters()
 
+    def watch_steps(self, timer: StepTimer) -> Callable[[], None]:
+        """Tell ``timer`` of attempted steps, until what is returned is called.
+
+        Each ends with ``updates.step()``, waiting included. Passes are not seen: a Trainer may call
+        methods of its module, and not the module.
+        """
+
+        def stepped() -> None:
+            timer.backward_ended(synchronised=True)
+            timer.stepped()
+            timer.end()
+
+        self.updates.after_step.append(stepped)
+        return partial(self.updates.after_step.remove, stepped)
+
     def why_not_in_detail(self) -> str:
         """Reason why exchanges cannot be timed; empty if they can."""
         settings = self.updates.settings
@@ -218,23 +237,3 @@ class LocalModel:
         if self.device.type != "cpu":
             return "exchanges of local updates are timed on CPUs only"
         return ""
-
-
-class LocalWatching:
-    """Tells a timer of attempted steps: each ends with ``updates.step()``, waiting included.
-
-    Passes are not seen: a Trainer may call methods of its module, and not the module.
-    """
-
-    def __init__(self, model: LocalModel, timer: StepTimer) -> None:
-        self._after, self._timer = model.updates.after_step, timer
-        self._after.append(self._stepped)
-
-    def stop(self) -> None:
-        """Tell nothing more."""
-        self._after.remove(self._stepped)
-
-    def _stepped(self) -> None:
-        self._timer.backward_ended(synchronised=True)
-        self._timer.stepped()
-        self._timer.end()

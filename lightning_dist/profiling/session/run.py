@@ -52,7 +52,7 @@ from lightning_dist.profiling.capture.session import (
 from lightning_dist.profiling.links import end_group, first_sentence, measure_links, read_offset
 from lightning_dist.profiling.report.files import Written, to_json, write_files
 from lightning_dist.profiling.run import Run, read_run
-from lightning_dist.profiling.session.models import LocalModel, LocalWatching, ShardedModel
+from lightning_dist.profiling.session.models import LocalModel, ShardedModel
 from lightning_dist.profiling.whatif.observe import Observed
 from lightning_dist.profiling.whatif.predict import (
     MEASURES,
@@ -93,7 +93,7 @@ def rank_metadata(
         groups = {"flat": dist.get_process_group_ranks(model.process_group)}
     else:
         channels = reducer.network.channels
-        groups = {each.name: dist.get_process_group_ranks(each.group) for each in channels}
+        groups = {channel.name: dist.get_process_group_ranks(channel.group) for channel in channels}
     return RankRecord(
         rank=dist.get_rank() if worker is None else place_of(worker),
         world_size=(
@@ -139,14 +139,14 @@ def run_metadata(
 ) -> bytes:
     """Content of ``meta.json``, which rank 0 writes when a profile begins."""
     compression = _compression_of(model, reducer)
-    gradients = [each for each in model.parameters() if each.requires_grad]
+    gradients = [parameter for parameter in model.parameters() if parameter.requires_grad]
     content: dict[str, Any] = {
         **{name: getattr(of_rank, name) for name in _OF_RANK_0},
         "nodes": list(nodes),
         "compression": None if compression is None else compression.comm_config(),
         "gradients": {
-            "parameters": sum(each.numel() for each in gradients),
-            "bytes": sum(each.nbytes for each in gradients),
+            "parameters": sum(gradient.numel() for gradient in gradients),
+            "bytes": sum(gradient.nbytes for gradient in gradients),
             "bucket_bytes_cap": model.bucket_bytes_cap,
         },
         "profiler": asdict(settings),
@@ -296,12 +296,14 @@ class ProfileRun:
         elif not isinstance(model, ShardedModel):
             self._watch_allreduce(model)
         timer = self._session.timer
-        self._watching: Watching | LocalWatching | None = (
-            LocalWatching(model, timer) if isinstance(model, LocalModel) else Watching(model, timer)
-        )
-        self._collectives = ExitStack()
+        if isinstance(model, LocalModel):
+            stop = model.watch_steps(timer)
+        else:
+            stop = Watching(model, timer).stop
+        self._watching: ExitStack | None = ExitStack()
         if isinstance(model, ShardedModel):
-            self._collectives = model.watch_collectives(self._session.recorder)
+            self._watching.enter_context(model.watch_collectives(self._session.recorder))
+        self._watching.callback(stop)
 
     def _meet(self, parent: str | Path, rank: int) -> None:
         """Agree on a folder, and know who sees it. Collective."""
@@ -310,16 +312,16 @@ class ProfileRun:
         facts = {"node": host_name(), "folder": str(folder)}
         of_all = all_facts(facts, group=self._group, device=torch.device("cpu"))
         self.folder = Path(of_all[0]["folder"])
-        self._nodes = [str(each["node"]) for each in of_all]
+        self._nodes = [str(facts["node"]) for facts in of_all]
         self._apart = ranks_apart(self.folder, self._group)
 
     def _agreed_folder(self, parent: Path, environment: RecoveryEnvironment) -> Path:
         """Folder of this start of the job, as the first rank to arrive has named it."""
         store, key = environment.connect(), f"profile/{parent.resolve()}"
         if not store.check([key]):
-            own = new_run_folder(parent, on_problem=self.reasons.append)
-            if store.compare_set(key, "", str(own)).decode() != str(own):
-                own.rmdir()
+            folder = new_run_folder(parent, on_problem=self.reasons.append)
+            if store.compare_set(key, "", str(folder)).decode() != str(folder):
+                folder.rmdir()
         return Path(store.get(key).decode())
 
     def _measure_links(self, model: DistributedDataParallel) -> None:
@@ -364,9 +366,8 @@ class ProfileRun:
         """
         if self._watching is None:
             return ()
-        self._watching.stop()
+        self._watching.close()
         self._watching = None
-        self._collectives.close()
         self._has_finished = together
         problems: list[str] = []
         if not dist.is_initialized():

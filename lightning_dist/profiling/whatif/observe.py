@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement import CodecCost
 from lightning_dist.profiling.analysis.breakdown import Analysed, analyse, passes_of
 from lightning_dist.profiling.analysis.parts import TimelineSpan, length, union
 from lightning_dist.profiling.analysis.tables import Array, sample, step_table
@@ -61,9 +61,9 @@ class ObservedShards:
     tail: float
 
 
-def why_no_shards(every: Sequence[Analysed]) -> str:
+def why_no_shards(rank_steps: Sequence[Analysed]) -> str:
     """Reason why the collectives of these steps cannot be simulated; empty if they can."""
-    spans = [span for each in every for span in each.exchanges]
+    spans = [span for step in rank_steps for span in step.exchanges]
     reasons = {
         "its model is sharded over all ranks, and what an accelerator computes meanwhile is not "
         "recorded": any(not span.blocks for span in spans),
@@ -77,20 +77,20 @@ def why_no_shards(every: Sequence[Analysed]) -> str:
 def main_codec(exchanged: Iterable[BucketTimes | Span]) -> str:
     """Codec of the most bytes: small tensors travel as they are, beside it."""
     weights: Counter[str] = Counter()
-    for each in exchanged:
-        names = [name for name in each.codec.split("+") if name != "none"]
-        weights[names[0] if names else "none"] += each.raw
+    for exchange in exchanged:
+        names = [name for name in exchange.codec.split("+") if name != "none"]
+        weights[names[0] if names else "none"] += exchange.raw
     return max(weights, key=lambda name: weights[name])
 
 
-def observe_shards(every: Sequence[Analysed], *, ranks: int) -> ObservedShards:
+def observe_shards(rank_steps: Sequence[Analysed], *, ranks: int) -> ObservedShards:
     """Inputs from steps, those of all ranks; of steps with the most frequent collectives."""
-    sequences = Counter(_sequence(each) for each in every)
+    sequences = Counter(_sequence(step) for step in rank_steps)
     common = max(sequences, key=lambda sequence: sequences[sequence])
-    chosen = [each for each in every if _sequence(each) == common]
-    computing = np.array([_computing(each) for each in chosen]) / NS
+    chosen = [step for step in rank_steps if _sequence(step) == common]
+    computing = np.array([_computing(step) for step in chosen]) / NS
     *before, tail = _typical(chosen, computing)
-    moving = np.array([[each.ns["moved"]] for each in chosen]) / NS
+    moving = np.array([[step.ns["moved"]] for step in chosen]) / NS
     return ObservedShards(
         [
             ShardCollective(gathers, compute, numel * ranks, raw / numel / (ranks - 1))
@@ -110,11 +110,11 @@ def _sequence(step: Analysed) -> tuple[tuple[bool, int, int], ...]:
 def _computing(step: Analysed) -> list[float]:
     """Nanoseconds before each collective and after the last: no codec, and nothing on its way."""
     codec = [span for span in step.spans if span.phase != "exchange"]
-    found, now = [], 0
+    seconds, now = [], 0
     for span in step.exchanges:
-        found.append(span.transfer[0] - now - _within(codec, now, span.transfer[0]))
+        seconds.append(span.transfer[0] - now - _within(codec, now, span.transfer[0]))
         now = span.end
-    return [*found, step.duration - now - _within(codec, now, step.duration)]
+    return [*seconds, step.duration - now - _within(codec, now, step.duration)]
 
 
 def _within(codec: Sequence[TimelineSpan], begin: int, end: int) -> int:
@@ -123,15 +123,15 @@ def _within(codec: Sequence[TimelineSpan], begin: int, end: int) -> int:
 
 def _typical(steps: Sequence[Analysed], values: Array) -> list[float]:
     """Medians over steps of the means over ranks; ``values (steps and ranks, columns)``."""
-    numbers = np.array([each.record.step for each in steps])
+    numbers = np.array([step.record.step for step in steps])
     means = [values[numbers == number].mean(axis=0) for number in np.unique(numbers)]
-    return [float(each) for each in np.median(means, axis=0)]
+    return [float(median) for median in np.median(means, axis=0)]
 
 
 def _cost(steps: Sequence[Analysed], *, gathers: bool, ranks: int) -> CodecCost:
     """Cost of the codec of the parameters, or of the gradients, as measured in the run."""
     chosen = [
-        [span for span in each.spans if (span.bucket == OF_NO_BUCKET) == gathers] for each in steps
+        [span for span in step.spans if (span.bucket == OF_NO_BUCKET) == gathers] for step in steps
     ]
     exchanges = [span for spans in chosen for span in spans if span.phase == "exchange"]
     times = [
@@ -185,31 +185,31 @@ class Observed:
     def elements(self) -> float:
         """Elements of all gradients, or of the shards of a rank."""
         if self.shards is not None:
-            reduced = [each.elements for each in self.shards.collectives if not each.gathers]
-            return sum(reduced) / self.scenario.world_size
+            reduced = (unit for unit in self.shards.collectives if not unit.gathers)
+            return sum(unit.elements for unit in reduced) / self.scenario.world_size
         return sum(bucket.elements for bucket in self.buckets)
 
 
-def observe(run: Run, *, skip: int = 2) -> Observed:
-    """Inputs from a run, without its first ``skip`` steps.
+def observe(run: Run) -> Observed:
+    """Inputs from a run, without its first two steps.
 
     Ranks begin a step together: times of several ranks count from the begin of each.
 
     Raises:
         ValueError: something is missing in the profile, with what it is.
     """
-    chosen = sample(run, warmup_steps=skip)
+    chosen = sample(run, warmup_steps=2)
     steps = [analyse(run, step) for step in chosen.detailed]
-    every = [each for ranks in steps for each in ranks]
-    abouts = [each.metadata for each in run.ranks.values()]
+    rank_steps = [analysed for ranks in steps for analysed in ranks]
+    first_lines = run.metadata
     missing = ", ".join(map(str, run.beside(chosen.ranks)))
     table = step_table(run, chosen.detailed, steps)
     sent, moving = table.link_uses()
     used = (sent > 0) & (moving > 0)
     nodes = Counter(run.nodes.values())
-    all_ranks = any(each.fsdp == "all_ranks" for each in abouts)
-    is_fsdp = any(each.fsdp for each in abouts) and not all_ranks
-    why_not = why_no_shards(every) if all_ranks else ""
+    all_ranks = any(line.fsdp == "all_ranks" for line in first_lines)
+    is_fsdp = any(line.fsdp for line in first_lines) and not all_ranks
+    why_not = why_no_shards(rank_steps) if all_ranks else ""
     reasons = (
         (
             run.sync_every > 0,
@@ -222,29 +222,29 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         (missing, f"it has no step of rank {missing}"),
         (why_not, why_not),
         (
-            is_fsdp and not all(_reaches_each_node(run, each, nodes) for each in abouts),
+            is_fsdp and not all(_reaches_each_node(run, line, nodes) for line in first_lines),
             "its model is sharded, and there is not one replica on each node",
         ),
-        (not any(each.record.buckets for each in every), "no gradient bucket was observed"),
+        (not any(step.record.buckets for step in rank_steps), "no gradient bucket was observed"),
         (
-            not all_ranks and any(len(passes_of(each.record)) > 1 for each in every),
+            not all_ranks and any(len(passes_of(step.record)) > 1 for step in rank_steps),
             "its steps exchange gradients several times",
         ),
         (not used.any(), "no exchange was recorded"),
     )
     if problem := next((reason for holds, reason in reasons if holds), None):
         raise ValueError(f"Nothing can be predicted from this profile: {problem}")
-    codec = main_codec(bucket for each in every for bucket in each.record.buckets)
+    codec = main_codec(bucket for step in rank_steps for bucket in step.record.buckets)
     device = run.ranks[min(run.ranks)].metadata.device or "cpu"
-    across = ["inter" in each.groups for each in abouts]
-    link, inside = _link(run, sent[used] / moving[used] * NS), _inside(every)
+    across = ["inter" in line.groups for line in first_lines]
+    link, inside = _link(run, sent[used] / moving[used] * NS), _inside(rank_steps)
     form = FLAT if not any(across) else HIERARCHICAL if all(across) else LEADER
     if is_fsdp:
         form, inside = FSDP, None
     elif all_ranks:
         form, inside = ALL_RANKS, None
     at_once = GLOO_AT_ONCE if device == "cpu" else 1
-    immediate = all(about.state_update == "immediate" for about in abouts) or codec == DDP
+    immediate = all(line.state_update == "immediate" for line in first_lines) or codec == DDP
     counts = tuple(nodes.values())
     scenario = Scenario(codec, form, counts, link, inside, at_once=at_once, immediate=immediate)
     unknown = (
@@ -255,12 +255,11 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         ),
         ("inside", inside or is_fsdp or all_ranks, "no exchange inside a node was measured"),
     )
-    ranks = chosen.ranks.values()
-    durations = np.array([[each.head(step).duration for each in ranks] for step in chosen.steps])
+    durations = np.array([chosen.durations(step) for step in chosen.steps])
     encode, decode, tail = (
         float(np.median(table.of(name).mean(axis=1))) / NS for name in ("encode", "decode", "after")
     )
-    found = Observed(
+    observed = Observed(
         scenario,
         _buckets(steps, len(nodes) if is_fsdp else run.world_size),
         tail=tail,
@@ -270,39 +269,39 @@ def observe(run: Run, *, skip: int = 2) -> Observed:
         decode=None if codec == DDP else decode,
         unavailable={name: reason for name, is_known, reason in unknown if not is_known},
         one_core=any(
-            0 < about.cores < 2 * nodes[about.node] and about.device in ("", "cpu")
-            for about in abouts
+            0 < line.cores < 2 * nodes[line.node] and line.device in ("", "cpu")
+            for line in first_lines
         ),
         device=device,
         crowded=max(
-            [1.0, *(nodes[about.node] / about.cores for about in abouts if about.cores > 0)]
+            [1.0, *(nodes[line.node] / line.cores for line in first_lines if line.cores > 0)]
         ),
     )
-    return _of_shards(found, every) if all_ranks else found
+    return _of_shards(observed, rank_steps) if all_ranks else observed
 
 
-def _of_shards(found: Observed, every: Sequence[Analysed]) -> Observed:
-    """``found`` with the collectives of a model that is sharded over all ranks, and their rate."""
-    shards = observe_shards(every, ranks=found.scenario.world_size)
+def _of_shards(observed: Observed, rank_steps: Sequence[Analysed]) -> Observed:
+    """Inputs with the collectives of a model that is sharded over all ranks, and their rate."""
+    shards = observe_shards(rank_steps, ranks=observed.scenario.world_size)
     scenario = replace(
-        found.scenario, codec=shards.gradients.name, parameters=shards.parameters.name
+        observed.scenario, codec=shards.gradients.name, parameters=shards.parameters.name
     )
     costs = {"parameters": shards.parameters, "gradients": shards.gradients}
     alone = replace(scenario, link=replace(scenario.link, rate=inf))
-    nothing = [replace(each, compute=0.0) for each in shards.collectives]
-    free = {name: replace(cost, encode=0.0, decode=0.0) for name, cost in costs.items()}
+    nothing = [replace(collective, compute=0.0) for collective in shards.collectives]
+    free = {name: cost.scaled(0.0) for name, cost in costs.items()}
     waiting, sent = simulate_shards(nothing, alone, **free)
     # One after the other: what is not the time of their rounds is that of their bytes.
     moving = max(shards.transfer - waiting, shards.transfer / 2)
     scenario = replace(scenario, link=replace(scenario.link, rate=sent / moving))
-    return replace(found, scenario=scenario, shards=shards, tail=shards.tail, sent=sent)
+    return replace(observed, scenario=scenario, shards=shards, tail=shards.tail, sent=sent)
 
 
-def _reaches_each_node(run: Run, about: RankRecord, nodes: Counter[str]) -> bool:
+def _reaches_each_node(run: Run, first_line: RankRecord, nodes: Counter[str]) -> bool:
     """Whether a rank of a sharded model exchanges its shard with one rank of each other node."""
-    line = about.groups.get("inter") or about.groups.get("flat") or []
-    found = Counter(run.ranks[rank].metadata.node for rank in line if rank in run.ranks)
-    return found == Counter(list(nodes))
+    line = first_line.groups.get("inter") or first_line.groups.get("flat") or []
+    reached = Counter(run.ranks[rank].metadata.node for rank in line if rank in run.ranks)
+    return reached == Counter(list(nodes))
 
 
 def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[ScenarioBucket]:
@@ -311,25 +310,26 @@ def _buckets(steps: Sequence[Sequence[Analysed]], ring: int) -> list[ScenarioBuc
     raw: dict[int, list[int]] = defaultdict(list)
     for ranks in steps:
         of_step: dict[int, int] = {}
-        for bucket in (bucket for each in ranks for bucket in each.record.buckets):
+        for bucket in (bucket for analysed in ranks for bucket in analysed.record.buckets):
             of_step[bucket.index] = max(of_step.get(bucket.index, 0), bucket.ready)
             raw[bucket.index].append(bucket.raw)
         for index, time in of_step.items():
             ready[index].append(time)
     elements = ring / (2 * (ring - 1) * ELEMENT_BYTES)  # of a byte in a ring
-    found = [ScenarioBucket(median(ready[i]) / NS, median(raw[i]) * elements) for i in ready]
-    return sorted(found, key=lambda bucket: bucket.ready)
+    buckets = [ScenarioBucket(median(ready[i]) / NS, median(raw[i]) * elements) for i in ready]
+    return sorted(buckets, key=lambda bucket: bucket.ready)
 
 
 def _link(run: Run, rates: Array) -> LinkSpeed:
     """Link between nodes, of bytes per second on every link and step that sent something."""
     alone, nodes = [0.0], {*run.nodes.values()}
     if len(nodes) in (1, len(run.ranks)):  # else a collective of all says less than their sum
-        links = (link for each in run.ranks.values() for link in each.links if link.peer is None)
-        alone = [link.sent / link.seconds for link in links if link.seconds > 0] or alone
+        links = (link for rank_run in run.ranks.values() for link in rank_run.links)
+        whole = [link for link in links if link.peer is None and link.seconds > 0]
+        alone = [link.sent / link.seconds for link in whole] or alone
     # Small exchanges leave a link idle between them, and reach less than it can do.
     rate = float(max(median(rates.tolist()), median(alone)))
-    bursts = [burst for each in run.ranks.values() for burst in each.bursts]
+    bursts = [burst for rank_run in run.ranks.values() for burst in rank_run.bursts]
     single = [burst.seconds for burst in bursts if burst.count == 1]
     if single and (several := [burst for burst in bursts if burst.count > 1]):
         return LinkSpeed(
@@ -341,10 +341,10 @@ def _link(run: Run, rates: Array) -> LinkSpeed:
     return LinkSpeed(rate)
 
 
-def _inside(every: Sequence[Analysed]) -> LinkSpeed | None:
+def _inside(rank_steps: Sequence[Analysed]) -> LinkSpeed | None:
     rates = []
-    for each in every:
-        exchanges = [exchange for exchange in each.exchanges if exchange.group == "intra"]
+    for step in rank_steps:
+        exchanges = [exchange for exchange in step.exchanges if exchange.group == "intra"]
         sent = sum(exchange.sent for exchange in exchanges)
         if sent and (moving := length(union(exchange.transfer for exchange in exchanges))):
             rates.append(sent / moving * NS)

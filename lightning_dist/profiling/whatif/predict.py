@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from lightning_dist.base.shared_folder import replace_file
-from lightning_dist.measurement.costs import CANDIDATES, CodecCost
+from lightning_dist.measurement import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import IN_RUN, Observed, ObservedShards, observe
@@ -51,20 +50,17 @@ LARGEST_SHARE, LONGEST = 0.1, 30.0
 is compiled takes up to 20 seconds the first time."""
 
 
-class Status(Enum):
-    """Origin of codec costs: the run, whose reason says which are missing; or there are none."""
-
-    MEASURED = "measured"
-    NOT_MEASURED = "not measured"
-    UNREADABLE = "unreadable"
-
-
 class Costs(msgspec.Struct, frozen=True):
-    """Codec costs by name, and the reason why some or all are missing: ``costs.json``."""
+    """Codec costs by name, and the reason why some or all are missing: ``costs.json``.
+
+    Args:
+        status: whether the run has measured them, and ``reason`` says which are missing; if not,
+            there are none.
+    """
 
     by_name: dict[str, CodecCost] = msgspec.field(default_factory=dict, name="costs")
     reason: str = ""
-    status: Status = Status.MEASURED
+    status: Literal["measured", "not measured", "unreadable"] = "measured"
     schema: Literal[2] = 2
 
 
@@ -79,12 +75,12 @@ def read_costs(folder: str | Path) -> Costs:
     try:
         return msgspec.json.decode((Path(folder) / NAME).read_bytes(), type=Costs)
     except FileNotFoundError:
-        return Costs(reason="codec costs were not measured", status=Status.NOT_MEASURED)
+        return Costs(reason="codec costs were not measured", status="not measured")
     except OSError as error:
         reason = f"{NAME} cannot be read: {error.strerror}"
     except msgspec.MsgspecError:
         reason = f"{NAME} is damaged or of another version"
-    return Costs(reason=reason, status=Status.UNREADABLE)
+    return Costs(reason=reason, status="unreadable")
 
 
 def runs_compiled(observed: Observed, wish: bool | Literal["auto"] = "auto") -> bool:
@@ -120,10 +116,10 @@ def measure_costs(
     trained = seconds_of(run)
     if trained < LEAST_TRAINING:
         reason = f"the training was shorter than {LEAST_TRAINING:g} s"
-        return Costs(reason=reason, status=Status.NOT_MEASURED)
+        return Costs(reason=reason, status="not measured")
     where = f"on {run.ranks[min(run.ranks)].metadata.node} after this run"
     until = clock() + min(LONGEST, LARGEST_SHARE * trained)
-    found: dict[str, CodecCost] = {}
+    costs: dict[str, CodecCost] = {}
     problems = []
     of_parameters = filter(None, [observed.scenario.parameters])
     names = to_measure([*CANDIDATES, *of_parameters], observed.scenario.codec)
@@ -132,18 +128,18 @@ def measure_costs(
             problems.append(f"no time was left to measure {', '.join(names[number:])}")
             break
         try:
-            found |= calibrate([name], fused=fused, where=where, device=device)
+            costs |= calibrate([name], fused=fused, where=where, device=device)
         except Exception as error:  # a training must not fail by what comes after it
             problems.append(f"measuring {name} failed: {type(error).__name__}: {error}")
-    return Costs(found, "; ".join(problems))
+    return Costs(costs, "; ".join(problems))
 
 
 def seconds_of(run: Run) -> float:
     """Duration from the first recorded step to the end of the last, on the longest rank."""
     longest = 0
-    for each in (each for each in run.ranks.values() if each.steps):
-        last = each.head(max(each.steps))
-        longest = max(longest, last.begin + last.duration - each.head(min(each.steps)).begin)
+    for of_rank in (rank_run for rank_run in run.ranks.values() if rank_run.steps):
+        last = of_rank.head(max(of_rank.steps))
+        longest = max(longest, last.begin + last.duration - of_rank.head(min(of_rank.steps)).begin)
     return longest / 1e9
 
 
@@ -192,18 +188,18 @@ def local_scenarios(
             f"fragments must be 1 or more and overlap_steps 0 or more, got {fragments} and "
             f"{overlap_steps}"
         )
-    if any(each < 1 for each in sync_every):
+    if any(steps < 1 for steps in sync_every):
         raise ValueError(f"Local steps must be 1 or more, got {min(sync_every)}")
     if below is not None and not 0 < below < 1:
         raise ValueError(f"The share of waiting must be between 0 and 100 %, got {below:.0%}")
     if form is None:
-        known = (replace(there, codec="none", form=each) for each in (HIERARCHICAL, LEADER, FLAT))
-        form = next(each.form for each in known if not each.unsupported)
-    found = []
+        known = (replace(there, codec="none", form=form) for form in (HIERARCHICAL, LEADER, FLAT))
+        form = next(scenario.form for scenario in known if not scenario.unsupported)
+    scenarios = []
     for codec in codecs or CANDIDATES:
         if codec == DDP or codec not in costs:
             continue
-        one = replace(
+        scenario = replace(
             there,
             codec=codec,
             form=form,
@@ -212,14 +208,15 @@ def local_scenarios(
             overlap_steps=overlap_steps,
         )
         counts = list(sync_every)
-        if below is not None and not one.unsupported:
-            step = _prediction(observed, one, costs)
+        if below is not None and not scenario.unsupported:
+            step = _prediction(observed, scenario, costs)
             if step.step_ms is not None and step.exposed_ms is not None:
-                alone, exchange = step.step_ms - step.exposed_ms, step.exposed_ms * one.interval
+                alone = step.step_ms - step.exposed_ms
+                exchange = step.exposed_ms * scenario.interval
                 interval = ceil(exchange * (1 - below) / (below * alone))
-                counts.append(fragments * max(one.interval, interval))
-        found += [replace(one, sync_every=each) for each in sorted(set(counts))]
-    return found
+                counts.append(fragments * max(scenario.interval, interval))
+        scenarios += [replace(scenario, sync_every=steps) for steps in sorted(set(counts))]
+    return scenarios
 
 
 def predict(
@@ -234,16 +231,17 @@ def predict(
     own = replace(
         next(iter(scenarios), run), codec=run.codec, form=run.form, parameters=run.parameters
     )
-    assert all((each.link, each.counts) == (own.link, own.counts) for each in scenarios)
+    there = own.link, own.counts
+    assert all((scenario.link, scenario.counts) == there for scenario in scenarios)
     known = {DDP: FREE, **costs, **_cost_in_run(observed, costs)}
-    baseline, own_there = (_prediction(observed, each, known) for each in (run, own))
-    if baseline.step_ms is None or own_there.step_ms is None:
-        reason = baseline.reason or own_there.reason
+    baseline, moved = (_prediction(observed, scenario, known) for scenario in (run, own))
+    if baseline.step_ms is None or moved.step_ms is None:
+        reason = baseline.reason or moved.reason
         raise ValueError(f"This run cannot be simulated: {reason}")
     error = baseline.step_ms / (observed.step * 1e3) - 1
     tolerance = max(abs(error), LEAST_TOLERANCE)
-    found = [_prediction(observed, scenario, known) for scenario in scenarios]
-    found = _ranked(found, own_there.step_ms, tolerance)
+    predictions = [_prediction(observed, scenario, known) for scenario in scenarios]
+    ranked = _ranked(predictions, moved.step_ms, tolerance)
     if run.nodes == 1 and own.nodes > 1 and own.link.latency is None:
         unavailable["latency"] = (
             "the run was on one node; latency between nodes is 0 without --latency-us"
@@ -253,7 +251,7 @@ def predict(
         "inside_gbps": None if run.inside is None else run.inside.gbps,
         "latency_us": None if run.link.latency is None else run.link.latency * 1e6,
     }
-    return Predictions(observed.step * 1e3, baseline, error, tolerance, found, link, unavailable)
+    return Predictions(observed.step * 1e3, baseline, error, tolerance, ranked, link, unavailable)
 
 
 def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) -> Summary:
@@ -268,17 +266,17 @@ def with_whatif(summary: Summary, run: Run, costs: Callable[[Observed], Costs]) 
         if not known.by_name:
             raise ValueError(f"{known.reason}; {MEASURES}")
         own = observed.scenario
-        scenarios = [each for each in scenarios_of(own, own) if each != own]
-        found = predict(observed, scenarios, costs=known.by_name)
+        scenarios = [scenario for scenario in scenarios_of(own, own) if scenario != own]
+        predictions = predict(observed, scenarios, costs=known.by_name)
     except Exception as error:  # the rest of the report is worth more than this part of it
         reason = f"the prediction failed: {type(error).__name__}: {error}"
         reason = str(error) if isinstance(error, ValueError) else reason
         return replace(summary, unavailable={**summary.unavailable, "predictions": reason})
     if known.reason:
-        unavailable = {**found.unavailable, "costs": f"{known.reason}; {MEASURES}"}
-        found = replace(found, unavailable=unavailable)
-    words = " ".join(filter(None, (summary.headline, headline(found))))
-    return replace(summary, predictions=found, headline=words)
+        unavailable = {**predictions.unavailable, "costs": f"{known.reason}; {MEASURES}"}
+        predictions = replace(predictions, unavailable=unavailable)
+    words = " ".join(filter(None, (summary.headline, headline(predictions))))
+    return replace(summary, predictions=predictions, headline=words)
 
 
 def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
@@ -302,7 +300,7 @@ def _cost_in_run(observed: Observed, costs: Mapping[str, CodecCost]) -> dict[str
 def _prediction(
     observed: Observed, scenario: Scenario, costs: Mapping[str, CodecCost]
 ) -> Prediction:
-    found = Prediction(
+    unknown = Prediction(
         scenario.codec,
         scenario.form,
         scenario.nodes,
@@ -314,17 +312,17 @@ def _prediction(
         parameters=scenario.parameters,
     )
     if observed.shards is not None:
-        return _of_shards(found, observed, observed.shards, scenario, costs)
+        return _of_shards(unknown, observed, observed.shards, scenario, costs)
     needed = [scenario.codec] + ["none"] * scenario.adds_inside
     missing = [name for name in needed if name not in costs]
     reason = f"the cost of {missing[0]} was not measured" if missing else scenario.unsupported
     if reason:
-        return replace(found, reason=reason)
+        return replace(unknown, reason=reason)
     buckets, one_core = observed.buckets, observed.one_core
     cost, inside = costs[scenario.codec], costs.get("none")
     is_own = scenario.codec == observed.scenario.codec
     if not is_own:
-        cost = _crowded(cost, observed)
+        cost = cost.scaled(observed.crowded)  # all ranks of a node at the same time
     if scenario.sync_every:
         step = simulate_local_step(
             buckets, scenario, tail=observed.tail, cost=cost, inside_cost=inside, one_core=one_core
@@ -336,7 +334,7 @@ def _prediction(
     last = max(bucket.ready for bucket in buckets)
     done = max(step.done, last)
     return replace(
-        found,
+        unknown,
         step_ms=(done + observed.tail) * 1e3,
         exposed_ms=(done - last) * 1e3,
         sent_mb=step.sent / 1e6,
@@ -346,7 +344,7 @@ def _prediction(
 
 
 def _of_shards(
-    found: Prediction,
+    unknown: Prediction,
     observed: Observed,
     shards: ObservedShards,
     scenario: Scenario,
@@ -357,7 +355,8 @@ def _of_shards(
     def cost_of(name: str, own: str, measured: CodecCost) -> CodecCost | None:
         if name == own:
             return measured
-        return _crowded(costs[name], observed) if name in costs else None
+        # All ranks of a node compress at the same time, and share its cores.
+        return costs[name].scaled(observed.crowded) if name in costs else None
 
     gradients = cost_of(scenario.codec, run.codec, shards.gradients)
     parameters = (
@@ -367,11 +366,11 @@ def _of_shards(
     )
     if gradients is None or parameters is None:
         missing = scenario.codec if gradients is None else scenario.parameters
-        return replace(found, reason=f"the cost of {missing} was not measured")
+        return replace(unknown, reason=f"the cost of {missing} was not measured")
     step = simulate_shards(shards.collectives, scenario, parameters=parameters, gradients=gradients)
-    compute = sum(each.compute for each in shards.collectives)
+    compute = sum(collective.compute for collective in shards.collectives)
     return replace(
-        found,
+        unknown,
         step_ms=(step.done + shards.tail) * 1e3,
         exposed_ms=(step.done - compute) * 1e3,
         sent_mb=step.sent / 1e6,
@@ -379,15 +378,7 @@ def _of_shards(
     )
 
 
-def _crowded(cost: CodecCost, observed: Observed) -> CodecCost:
-    """``cost`` where all ranks of a node compress at the same time, and share its cores."""
-    times = observed.crowded
-    return replace(
-        cost, encode=cost.encode * times, decode=cost.decode * times, store=cost.store * times
-    )
-
-
-def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> list[Prediction]:
+def _ranked(predictions: Iterable[Prediction], own_ms: float, tolerance: float) -> list[Prediction]:
     """Predictions with positions: one within the tolerance of the one before it shares its own.
 
     Those of a position that cannot be distinguished from its fastest are listed by what they send,
@@ -397,14 +388,14 @@ def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> lis
     """
     position, fastest, before, number = 0, 0.0, -inf, 0
     ordered: list[tuple[tuple[float, ...], Prediction]] = []
-    for each in sorted(found, key=lambda each: each.step_ms or inf):
-        step, sent = each.step_ms, each.sent_mb
+    for prediction in sorted(predictions, key=lambda prediction: prediction.step_ms or inf):
+        step, sent = prediction.step_ms, prediction.sent_mb
         if step is None or sent is None:
-            ordered.append(((inf, 1.0), each))
+            ordered.append(((inf, 1.0), prediction))
             continue
         change = step / own_ms - 1
-        if each.assumption:
-            ordered.append(((inf, 0.0), replace(each, change=change)))
+        if prediction.assumption:
+            ordered.append(((inf, 0.0), replace(prediction, change=change)))
             continue
         number += 1
         if step > before * (1 + tolerance):
@@ -413,5 +404,5 @@ def _ranked(found: Iterable[Prediction], own_ms: float, tolerance: float) -> lis
         order: tuple[float, ...] = position, 2.0, step
         if step <= fastest * (1 + tolerance):
             order = position, float(change >= -tolerance), -round(sent, 6)  # to a byte
-        ordered.append((order, replace(each, change=change, position=position)))
-    return [each for _, each in sorted(ordered, key=lambda pair: pair[0])]
+        ordered.append((order, replace(prediction, change=change, position=position)))
+    return [prediction for _, prediction in sorted(ordered, key=lambda pair: pair[0])]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
-from lightning_dist.measurement.costs import CANDIDATES
+from lightning_dist.measurement import CANDIDATES
 from lightning_dist.profiling.analysis.metrics import count, format_value
 from lightning_dist.profiling.capture.events import GLOO_AT_ONCE
 
@@ -263,19 +263,19 @@ def scenarios_of(
             f"not, got the codec {parameters[0]!r} for them; leave --parameters out"
         )
     of_run = (FSDP,) if run.form == FSDP else FORMS if max(there.counts) > 1 else (FLAT,)
-    found = [
+    scenarios = [
         replace(there, codec=codec, form=form)
         for form in forms or of_run
         for codec in codecs or (DDP, *CANDIDATES)
         if codec != DDP or form == FLAT
     ]
-    reasons = dict.fromkeys(each.unsupported for each in found)
+    reasons = dict.fromkeys(scenario.unsupported for scenario in scenarios)
     if "" not in reasons:  # none, too: ddp in another form
         no_ddp = "DDP does not shard" if run.form == FSDP else "DDP itself is not hierarchical"
         because = "; ".join(reasons) or no_ddp
         raise ValueError(f"Nothing of this can be predicted: {because}")
     # Elsewhere it is what the others are compared with.
-    return found if there in (run, *found) else [there, *found]
+    return scenarios if there in (run, *scenarios) else [there, *scenarios]
 
 
 def _of_shards(
@@ -285,10 +285,12 @@ def _of_shards(
     of_gradients = codecs or (DDP, *SHARD_CANDIDATES["gradients"], run.codec)
     of_parameters = parameters or (*SHARD_CANDIDATES["parameters"], run.parameters)
     pairs = dict.fromkeys(
-        (codec, "" if codec == DDP else each) for codec in of_gradients for each in of_parameters
+        (codec, "" if codec == DDP else gathered)
+        for codec in of_gradients
+        for gathered in of_parameters
     )
-    found = [replace(there, codec=codec, parameters=each) for codec, each in pairs]
-    return found if there in found else [there, *found]
+    scenarios = [replace(there, codec=codec, parameters=gathered) for codec, gathered in pairs]
+    return scenarios if there in scenarios else [there, *scenarios]
 
 
 SCHEMA = 3
@@ -368,17 +370,18 @@ class Predictions:
         """For JSON."""
         return {"schema": SCHEMA, **asdict(self)}
 
-    def is_faster(self, each: Prediction) -> bool:
+    def is_faster(self, prediction: Prediction) -> bool:
         """Faster than the run's own setting by more than the tolerance."""
-        return each.change is not None and each.change < -self.tolerance
+        return prediction.change is not None and prediction.change < -self.tolerance
 
 
-def headline(found: Predictions) -> str:
+def headline(predictions: Predictions) -> str:
     """Sentence about the best setting."""
-    best = next(iter(found.scenarios), None)
-    if best is not None and best.change is not None and best.position and found.is_faster(best):
-        return f"Predicted with {name_of(best, found.baseline)}: {times_faster(best.change)}."
-    only = dict.fromkeys(each.codec for each in found.scenarios if found.is_faster(each))
+    best = next(iter(predictions.scenarios), None)
+    if best is not None and best.change and best.position and predictions.is_faster(best):
+        return f"Predicted with {name_of(best, predictions.baseline)}: {times_faster(best.change)}."
+    faster = filter(predictions.is_faster, predictions.scenarios)
+    only = dict.fromkeys(scenario.codec for scenario in faster)
     unless = f"; {', '.join(only)} may be, under its assumption" if only else ""
     return (
         f"No other setting is predicted to be faster by more than the error of the model{unless}."
@@ -391,70 +394,76 @@ def times_faster(change: float) -> str:
     return f"{factor:.0f}x" if factor >= 10 else f"{factor:.2g}x"
 
 
-def name_of(each: Prediction, baseline: Prediction) -> str:
+def name_of(setting: Prediction, baseline: Prediction) -> str:
     """Codec, and the form where it is not a flat one as in the run."""
     flat = "" if baseline.form == FLAT else ", flat"
-    steps = f" every {count(each.sync_every, 'step')}" if each.sync_every else ""
-    steps += f" in {each.fragments} fragments" if each.fragments > 1 else ""
-    steps += f" with {count(each.overlap_steps, 'step')} overlap" if each.overlap_steps else ""
-    if each.form == ALL_RANKS:
-        pair = f"{each.codec} gradients, {each.parameters} parameters"
-        return "fsdp" if each.codec == DDP else pair
-    if each.form == FSDP:
-        return each.codec
-    words = each.codec + steps + (flat if each.form == FLAT else " between nodes")
-    return f"{words}, leader form" if each.form == LEADER else words
+    steps = f" every {count(setting.sync_every, 'step')}" if setting.sync_every else ""
+    steps += f" in {setting.fragments} fragments" if setting.fragments > 1 else ""
+    steps += (
+        f" with {count(setting.overlap_steps, 'step')} overlap" if setting.overlap_steps else ""
+    )
+    if setting.form == ALL_RANKS:
+        pair = f"{setting.codec} gradients, {setting.parameters} parameters"
+        return "fsdp" if setting.codec == DDP else pair
+    if setting.form == FSDP:
+        return setting.codec
+    words = setting.codec + steps + (flat if setting.form == FLAT else " between nodes")
+    return f"{words}, leader form" if setting.form == LEADER else words
 
 
-def where(each: Prediction, *, link_given: bool = False) -> str:
+def where(setting: Prediction, *, link_given: bool = False) -> str:
     """Nodes of a scenario, and the rate of their links.
 
     Args:
         link_given: the rate is not that of the run. On one node each rank then has such a link.
     """
-    rate, nodes = format_value(each.gbps, "Gbit/s"), count(each.nodes, "node")
+    rate, nodes = format_value(setting.gbps, "Gbit/s"), count(setting.nodes, "node")
     inside = f"each with a link of {rate}" if link_given else f"{rate} per rank inside the node"
-    network = f"{rate} between them" if each.nodes > 1 else inside
-    return f"{count(each.world_size, 'rank')} on {nodes}, {network}"
+    network = f"{rate} between them" if setting.nodes > 1 else inside
+    return f"{count(setting.world_size, 'rank')} on {nodes}, {network}"
 
 
-def remark(each: Prediction, found: Predictions) -> str:
+def remark(prediction: Prediction, predictions: Predictions) -> str:
     """Remark on a prediction, beside its figures."""
-    if each.sync_every and each.exposed_share is not None:
-        share = format_value(each.exposed_share, "%")
-        return f"not ranked: for {each.assumption}; waits {share} of the time"
-    if each.assumption:
-        return f"not ranked: for {each.assumption}"
-    is_same = each.change is not None and abs(each.change) <= found.tolerance
+    if prediction.sync_every and prediction.exposed_share is not None:
+        share = format_value(prediction.exposed_share, "%")
+        return f"not ranked: for {prediction.assumption}; waits {share} of the time"
+    if prediction.assumption:
+        return f"not ranked: for {prediction.assumption}"
+    is_same = prediction.change is not None and abs(prediction.change) <= predictions.tolerance
     return "no difference from this run within the error" if is_same else ""
 
 
-def notes(found: Predictions) -> list[str]:
+def notes(predictions: Predictions) -> list[str]:
     """Error of the simulation, sources of costs, and what is unavailable."""
-    baseline = found.baseline
+    baseline = predictions.baseline
     names: dict[str, dict[str, None]] = {}
-    for each in (baseline, *found.scenarios):
-        names.setdefault(each.source, {})[each.codec] = None
+    for prediction in (baseline, *predictions.scenarios):
+        names.setdefault(prediction.source, {})[prediction.codec] = None
     missing: dict[str, list[Prediction]] = {}
-    for each in found.scenarios:
-        if each.reason:
-            missing.setdefault(each.reason, []).append(each)
+    for scenario in predictions.scenarios:
+        if scenario.reason:
+            missing.setdefault(scenario.reason, []).append(scenario)
     costs = [f"{', '.join(codecs)} {source}" for source, codecs in names.items() if source]
-    error = format_value(found.error, "%", signed=True)
-    least = f"differences within {format_value(found.tolerance, '%')} are not ranked"
+    error = format_value(predictions.error, "%", signed=True)
+    least = f"differences within {format_value(predictions.tolerance, '%')} are not ranked"
     return [
         f"this run simulated: {format_value(baseline.step_ms, 'ms')} ({error}); {least}",
         f"change: against {_setting(baseline)} with the same link and nodes",
         *([f"codec costs: {'; '.join(costs)}"] if costs else []),
-        *(f"{name}: n/a, {reason}" for name, reason in found.unavailable.items()),
-        *(f"n/a for {_codecs_and_forms(of)}: {reason}" for reason, of in missing.items()),
+        *(f"{name}: n/a, {reason}" for name, reason in predictions.unavailable.items()),
+        *(f"n/a for {_codecs_and_forms(without)}: {reason}" for reason, without in missing.items()),
     ]
 
 
-def _setting(each: Prediction) -> str:
-    return name_of(each, each) if each.form == ALL_RANKS else f"{each.codec} {each.form}"
+def _setting(setting: Prediction) -> str:
+    return (
+        name_of(setting, setting)
+        if setting.form == ALL_RANKS
+        else f"{setting.codec} {setting.form}"
+    )
 
 
-def _codecs_and_forms(of: Sequence[Prediction]) -> str:
-    codecs = ", ".join(dict.fromkeys(each.codec for each in of))
-    return f"{codecs} {', '.join(dict.fromkeys(each.form for each in of))}"
+def _codecs_and_forms(predictions: Sequence[Prediction]) -> str:
+    codecs = ", ".join(dict.fromkeys(prediction.codec for prediction in predictions))
+    return f"{codecs} {', '.join(dict.fromkeys(prediction.form for prediction in predictions))}"

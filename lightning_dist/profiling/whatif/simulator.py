@@ -29,7 +29,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from lightning_dist.base.exchanges import EXCHANGES, Collective, unit_elements
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement import CodecCost
 from lightning_dist.profiling.whatif.scenarios import (
     DDP,
     ELEMENT_BYTES,
@@ -200,20 +200,21 @@ def simulate_shards(
     """
     link, now, ranks = _Queue(scenario.link, 1), 0.0, scenario.world_size
     is_native = scenario.codec == DDP
-    for each in collectives:
-        cost, n = parameters if each.gathers else gradients, each.elements
-        wire = min(cost.wire, each.itemsize)
+    for collective in collectives:
+        cost, n = parameters if collective.gathers else gradients, collective.elements
+        wire = min(cost.wire, collective.itemsize)
         scatter, gather = EXCHANGES["two_shot"].collectives(wire, scenario.peers)
-        if is_native and not each.gathers:
+        if is_native and not collective.gathers:
             (scatter,) = EXCHANGES["allreduce"].collectives(wire, scenario.peers)
         # A row of each rank is decoded; of gradients each rank adds up one of all.
         before, after = n / ranks * cost.encode, n * (cost.decode + cost.store)
-        if not each.gathers:
+        if not collective.gathers:
             before, after = (
                 n * cost.encode,
                 n * (cost.decode or cost.store) + n / ranks * cost.store,
             )
-        now = link.send(now + each.compute + before, gather if each.gathers else scatter, n) + after
+        unit = gather if collective.gathers else scatter
+        now = link.send(now + collective.compute + before, unit, n) + after
     return SimulatedStep(now, link.sent)
 
 

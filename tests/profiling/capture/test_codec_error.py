@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm, growth_of
 from lightning_dist.profiling.analysis.summarize import summarize
-from lightning_dist.profiling.capture.codec_error import MOST, CompressionErrorSampler
 from lightning_dist.profiling.capture.events import ErrorRecord, RankRecord
+from lightning_dist.profiling.capture.recorder import MOST_SAMPLED, CompressionErrorSampler
 from lightning_dist.profiling.capture.session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.session.live import of_errors
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
@@ -150,11 +150,11 @@ def test_buckets_take_turns() -> None:
 
 def test_a_large_bucket_is_sampled() -> None:
     generator = torch.Generator().manual_seed(0)
-    gradient = torch.randn(20 * MOST, generator=generator)
+    gradient = torch.randn(20 * MOST_SAMPLED, generator=generator)
     sent = torch.where(gradient.abs() > 1, gradient, 0)
     encoded = PlantedBucket(gradient=gradient, compensated=gradient, sent=sent)
     found = [looked(losses(), [encoded], step) for step in (5, 5, 6)]
-    assert all(0.9 * MOST < seen < 1.1 * MOST for seen in encoded.seeds)
+    assert all(0.9 * MOST_SAMPLED < seen < 1.1 * MOST_SAMPLED for seen in encoded.seeds)
     assert found[0] == found[1]  # the seed is the step
     assert found[0] != found[2]
     exact = float((gradient - sent).double().norm() / gradient.double().norm())

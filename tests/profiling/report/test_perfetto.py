@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_dist.profiling.analysis.breakdown import timeline
 from lightning_dist.profiling.analysis.parts import Timeline
-from lightning_dist.profiling.report.trace import write_trace
+from lightning_dist.profiling.report.files import write_trace
 
 pytestmark = pytest.mark.exhaustive
 

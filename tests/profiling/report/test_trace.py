@@ -13,7 +13,7 @@ from planted import Planted, twice
 
 from lightning_dist.profiling.analysis.breakdown import analyse, timeline
 from lightning_dist.profiling.analysis.parts import Timeline, TimelineSpan, lanes, length, union
-from lightning_dist.profiling.report.trace import write_trace
+from lightning_dist.profiling.report.files import write_trace
 
 MS = 1_000_000
 US = 1_000

@@ -13,9 +13,8 @@ from report_pages import printed
 from summaries import a_summary, a_whatif
 from whatif_runs import DDP
 
-from lightning_dist.measurement import calibration
+from lightning_dist.measurement import CANDIDATES, CodecCost, calibration
 from lightning_dist.measurement.calibration import calibrate, to_measure
-from lightning_dist.measurement.costs import CANDIDATES, CodecCost
 from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.report.files import write_summary
@@ -25,7 +24,6 @@ from lightning_dist.profiling.whatif.predict import (
     MEASURES,
     NAME,
     Costs,
-    Status,
     measure_costs,
     read_costs,
     runs_compiled,
@@ -95,7 +93,7 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     for text in (*damaged, '{"schema": 1, "co', "[1]", "\xff"):
         (tmp_path / NAME).write_text(text, encoding="latin-1")
         assert read_costs(tmp_path) == Costs(
-            reason=f"{NAME} is damaged or of another version", status=Status.UNREADABLE
+            reason=f"{NAME} is damaged or of another version", status="unreadable"
         ), text
     for schema in (1, 3):
         (tmp_path / NAME).write_text(json.dumps({**kept, "schema": schema}))
@@ -107,7 +105,7 @@ def test_a_file_that_cannot_be_used_says_why(tmp_path: Path) -> None:
 
 def test_a_trial_does_not_wait_for_it(calls: list[str]) -> None:
     found = measured(Planted())
-    assert found == Costs(reason="the training was shorter than 30 s", status=Status.NOT_MEASURED)
+    assert found == Costs(reason="the training was shorter than 30 s", status="not measured")
     assert calls == []
 
 

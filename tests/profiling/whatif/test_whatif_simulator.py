@@ -29,8 +29,7 @@ from whatif_runs import (
 
 from lightning_dist.base.exchanges import UNIT_ELEMENTS
 from lightning_dist.cli import app
-from lightning_dist.measurement import calibration
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement import CodecCost, calibration
 from lightning_dist.profiling.capture.events import StepRecord
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe

@@ -5,7 +5,7 @@ from typing import Any
 from planted import MS, Planted, replace, replaced
 
 from lightning_dist.base.exchanges import UNIT_ELEMENTS
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement import CodecCost
 from lightning_dist.profiling.capture.events import (
     OF_NO_BUCKET,
     BucketTimes,

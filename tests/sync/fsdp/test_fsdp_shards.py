@@ -29,7 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from worlds import ALL_GATHER
 
 from lightning_dist import CommProfiler
-from lightning_dist.measurement.costs import CodecCost
+from lightning_dist.measurement import CodecCost
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.whatif.observe import observe
 from lightning_dist.profiling.whatif.predict import predict

@@ -1,10 +1,11 @@
-"""Errors as users see them: one line and an exit code."""
+"""What commands share: the option ``--json``, and errors as one line and an exit code."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
@@ -13,6 +14,8 @@ from lightning_dist.checkpoint.disk.format import CheckpointError, CorruptCheckp
 
 DAMAGED = 1
 BAD_INPUT = 2
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +37,11 @@ def reported(command: Callable[P, T]) -> Callable[P, T]:
             raise typer.Exit(code) from None
 
     return run
+
+
+def print_json(**content: Any) -> None:
+    """Print one object of JSON."""
+    typer.echo(json.dumps(content, indent=2))
 
 
 def line_of(error: Exception) -> str:
