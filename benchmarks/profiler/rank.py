@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist import compress_ddp
-from lightning_dist.profiling.capture.session import ProfileSessionSettings
+from lightning_dist.profiling.capture.profile_session import ProfileSessionSettings
 from lightning_dist.profiling.links import read_offset
-from lightning_dist.profiling.session.run import ProfileRun
+from lightning_dist.profiling.session.profile_run import ProfileRun
 from lightning_dist.reducer.units.block import BlockUnit
 
 

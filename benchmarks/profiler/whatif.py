@@ -77,10 +77,10 @@ from benchmarks.profiler.tables import WHATIF_ERRORS, WHATIF_FSDP, WHATIF_SCALIN
 from benchmarks.step_time.tables import LOCAL_STEPS
 from lightning_dist.measurement import CodecCost
 from lightning_dist.measurement.calibration import calibrate
-from lightning_dist.profiling.capture.session import ProfileSessionSettings
+from lightning_dist.profiling.capture.profile_session import ProfileSessionSettings
 from lightning_dist.profiling.run import read_run
 from lightning_dist.profiling.session.models import as_ddp
-from lightning_dist.profiling.session.run import ProfileRun
+from lightning_dist.profiling.session.profile_run import ProfileRun
 from lightning_dist.profiling.whatif.observe import Observed, observe
 from lightning_dist.profiling.whatif.predict import local_scenarios, predict
 from lightning_dist.profiling.whatif.scenarios import (

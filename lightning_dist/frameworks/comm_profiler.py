@@ -30,7 +30,10 @@ from lightning_dist.frameworks.lightning.private import without_fabric
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm
 from lightning_dist.profiling.analysis.parts import BucketSummary, Summary
 from lightning_dist.profiling.capture.events import FINISHED, ErrorRecord
-from lightning_dist.profiling.capture.session import ProfileSessionSettings, require_traceable
+from lightning_dist.profiling.capture.profile_session import (
+    ProfileSessionSettings,
+    require_traceable,
+)
 from lightning_dist.profiling.session.live import (
     CODE,
     LiveProfile,
@@ -39,7 +42,7 @@ from lightning_dist.profiling.session.live import (
     sigterm_raises,
 )
 from lightning_dist.profiling.session.models import LocalModel, as_ddp
-from lightning_dist.profiling.session.run import ProfileRun
+from lightning_dist.profiling.session.profile_run import ProfileRun
 from lightning_dist.sync.arguments import refuse_pytorch_lightning
 
 _NO_WANDB = (

@@ -32,7 +32,7 @@ _COMPARING = 50_000
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
+class ClockAnchor:
     """The host's monotonic clock was ``at`` nanoseconds when the accelerator came to ``event``."""
 
     at: int
@@ -44,7 +44,7 @@ class Mark:
     """Event in a stream, and the newest anchor when it was recorded."""
 
     event: DeviceEvent
-    anchor: Anchor
+    anchor: ClockAnchor
 
 
 Timestamp: TypeAlias = int | Mark
@@ -128,7 +128,7 @@ class StreamClock:
         """Correct the drift between the clocks, if that takes next to no time."""
         self._anchor = self._anchored(wait=False)
 
-    def _anchored(self, *, wait: bool) -> Anchor:
+    def _anchored(self, *, wait: bool) -> ClockAnchor:
         """Where the accelerator has no time for it at once, the old one stays."""
         begin = self._clock()
         event = self._event(self._idle)
@@ -136,7 +136,7 @@ class StreamClock:
             if not wait and self._clock() - begin > _COMPARING:
                 return self._anchor
         # It was somewhere in between; a comparison that took long is as wrong as it was long.
-        return Anchor((begin + self._clock()) // 2, event)
+        return ClockAnchor((begin + self._clock()) // 2, event)
 
     def _event(self, stream: DeviceStream) -> DeviceEvent:
         event = self._module.Event(enable_timing=True)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dist import CommProfiler
 from lightning_dist.profiling.analysis.breakdown import analyse
 from lightning_dist.profiling.analysis.parts import PARTS
-from lightning_dist.profiling.capture.session import Governor
+from lightning_dist.profiling.capture.profile_session import Governor
 from lightning_dist.profiling.run import Run, read_run
 
 MS = 1e6

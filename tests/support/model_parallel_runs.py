@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import CompressedModelParallelStrategy
-from lightning_dist.checkpoint.snapshot.shards import LazyState
+from lightning_dist.checkpoint.snapshot.sharded_state import LazyState
 
 WIDTH = 18
 BATCHES = 4

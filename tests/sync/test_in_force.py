@@ -14,7 +14,7 @@ from torch import nn
 from worlds import Rank, run_threads
 
 from lightning_dist import after_steps, by_name, by_size, compress_ddp, warmup
-from lightning_dist.profiling.session.run import log_if_slow
+from lightning_dist.profiling.session.profile_run import log_if_slow
 from lightning_dist.sync.effect import show
 
 SCRIPT = Path(__file__).with_name("in_force_runs.py")

@@ -15,11 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.base.features import FABRIC
-from lightning_dist.frameworks.lightning.launcher import (
-    follow,
-    init_process_group,
-    sampler_arguments,
-)
+from lightning_dist.frameworks.lightning.launcher import follow, sampler_arguments
 from lightning_dist.frameworks.registration import described
 from lightning_dist.ranks import Topology
 from lightning_dist.reducer.reducer import Reducer
@@ -87,10 +83,6 @@ class SyncStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         follow(self)
         super()._configure_launcher()
-
-    def _setup_distributed(self) -> None:
-        init_process_group(self)
-        super()._setup_distributed()  # type: ignore[misc]  # of both strategies
 
     @property
     @override

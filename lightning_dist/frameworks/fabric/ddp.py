@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.recovery.regroup import refuse_recovery
 from lightning_dist.frameworks.fabric.base import SyncStrategy
-from lightning_dist.frameworks.lightning.launcher import MembersEnvironment
+from lightning_dist.frameworks.lightning.launcher import MembersEnvironment, init_process_group
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.settings.local_updates import LocalUpdateSettings, Replicas
 from lightning_dist.settings.run import RecoverySettings
@@ -61,6 +61,7 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
     def _setup_distributed(self) -> None:
         if dist.is_initialized() and RecoveryEnvironment.from_env() is not None:
             self.cluster_environment = MembersEnvironment()
+        init_process_group(self)
         super()._setup_distributed()
 
     @override

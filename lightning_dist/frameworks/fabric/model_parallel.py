@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.frameworks.fabric.base import SyncStrategy, second_model
+from lightning_dist.frameworks.lightning.launcher import init_process_group
 from lightning_dist.settings.exchange import ExchangeSettings, MeshSettings, ShardedSettings
 from lightning_dist.settings.local_updates import Replicas, ShardedLocalUpdateSettings
 from lightning_dist.settings.signatures import takes
@@ -57,6 +58,11 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return sampler_arguments(self.device_mesh)
+
+    @override
+    def _setup_distributed(self) -> None:
+        init_process_group(self)
+        super()._setup_distributed()
 
     @override
     def setup_environment(self) -> None:

@@ -141,7 +141,7 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
         if not is_ours:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
-        from lightning_dist.frameworks.lightning.checkpoint.shards import leave_shards
+        from lightning_dist.frameworks.lightning.checkpoint.sharded_checkpoint import leave_shards
 
         leave_shards(checkpoint, io, self.device_mesh, self.optimizers)
         Strategy.save_checkpoint(self, checkpoint, filepath)
@@ -179,7 +179,7 @@ class SyncModelParallelStrategy(SyncStrategy, ModelParallelStrategy):
         """
         from lightning_dist.checkpoint.disk.scan import describe
         from lightning_dist.frameworks.lightning.checkpoint.resume import ResumeCheckpointIO
-        from lightning_dist.frameworks.lightning.checkpoint.shards import load_shards
+        from lightning_dist.frameworks.lightning.checkpoint.sharded_checkpoint import load_shards
         from lightning_dist.ranks.agreement import Ranks
 
         module, io = self.lightning_module, self.checkpoint_io

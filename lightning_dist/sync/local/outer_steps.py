@@ -33,7 +33,7 @@ from lightning_dist.sync.fsdp.checks import (
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.anchor import Anchor, own_part, require_stepped
 from lightning_dist.sync.local.pseudo_gradients import PendingMean, PseudoGradients, average_buffers
-from lightning_dist.sync.local.shards import WorkerShards, own_shards, spread_shards
+from lightning_dist.sync.local.worker_shards import WorkerShards, own_shards, spread_shards
 
 log = get_logger(__name__)
 

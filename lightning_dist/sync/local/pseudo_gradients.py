@@ -18,7 +18,7 @@ from lightning_dist.reducer.plan.planner import Handle
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.local_updates import Weight
 from lightning_dist.sync.local.anchor import Anchor, Fragment, own_part
-from lightning_dist.sync.local.shards import WorkerShards
+from lightning_dist.sync.local.worker_shards import WorkerShards
 
 log = get_logger(__name__)
 

@@ -28,8 +28,8 @@ from lightning_dist.sync.effect import show
 from lightning_dist.sync.fsdp.checks import reshard
 from lightning_dist.sync.local.anchor import warn_of_bursts
 from lightning_dist.sync.local.outer_steps import LocalUpdates
-from lightning_dist.sync.local.shards import WorkerShards, workers_of
 from lightning_dist.sync.local.state import WorkerStates
+from lightning_dist.sync.local.worker_shards import WorkerShards, workers_of
 from lightning_dist.sync.networks import network_over, node_group
 from lightning_dist.sync.rules import Case, check
 

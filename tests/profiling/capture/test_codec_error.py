@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_dist.profiling.analysis.imbalance import ResidualAlarm, growth_of
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.events import ErrorRecord, RankRecord
+from lightning_dist.profiling.capture.profile_session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.capture.recorder import MOST_SAMPLED, CompressionErrorSampler
-from lightning_dist.profiling.capture.session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.session.live import of_errors
 from lightning_dist.reducer.codec_sample import CodecSample, Sampler
 

@@ -15,8 +15,8 @@ from worlds import Rank, run_threads
 
 from lightning_dist.profiling.capture.ddp_hook import Promises, Watching, watch_allreduce
 from lightning_dist.profiling.capture.events import StepRecord
+from lightning_dist.profiling.capture.profile_session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.capture.steps import PendingStep
 
 

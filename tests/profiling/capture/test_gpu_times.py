@@ -17,8 +17,8 @@ from lightning_dist.measurement.microbenchmark import StreamClock
 from lightning_dist.profiling.analysis.breakdown import exposed_in
 from lightning_dist.profiling.analysis.parts import length
 from lightning_dist.profiling.capture.events import StepRecord
+from lightning_dist.profiling.capture.profile_session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.capture.recorder import ThreadCompletionWatcher
-from lightning_dist.profiling.capture.session import ProfileSession, ProfileSessionSettings
 from lightning_dist.profiling.run import read_run
 
 PATIENCE = 10

@@ -23,14 +23,14 @@ from lightning_dist.profiling.analysis.parts import (
 )
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.analysis.tables import BUCKET_COLUMNS, step_table
-from lightning_dist.profiling.capture import session
+from lightning_dist.profiling.capture import profile_session as session
 from lightning_dist.profiling.capture.events import OF_NO_BUCKET, BucketTimes, Span, StepRecord
-from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.session import (
+from lightning_dist.profiling.capture.profile_session import (
     Governor,
     ProfileSessionSettings,
     cost_of_an_event,
 )
+from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.whatif.observe import observe

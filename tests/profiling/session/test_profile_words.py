@@ -29,7 +29,7 @@ from lightning_dist.profiling.analysis.parts import Summary
 from lightning_dist.profiling.analysis.summarize import summarize
 from lightning_dist.profiling.capture.files import RankFile
 from lightning_dist.profiling.session.models import LocalModel
-from lightning_dist.profiling.session.run import ProfileRun, why_not_in_detail
+from lightning_dist.profiling.session.profile_run import ProfileRun, why_not_in_detail
 from lightning_dist.settings.local_updates import LocalUpdateSettings
 
 

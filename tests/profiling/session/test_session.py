@@ -29,12 +29,12 @@ from lightning_dist.profiling.capture.events import (
     to_line,
 )
 from lightning_dist.profiling.capture.files import RankFile
-from lightning_dist.profiling.capture.recorder import Recorder
-from lightning_dist.profiling.capture.session import (
+from lightning_dist.profiling.capture.profile_session import (
     ProfileSession,
     ProfileSessionSettings,
     TorchTracer,
 )
+from lightning_dist.profiling.capture.recorder import Recorder
 from lightning_dist.profiling.capture.steps import PendingStep
 from lightning_dist.profiling.run import Run
 from lightning_dist.profiling.session.live import LiveProfile, of_one_rank
@@ -303,7 +303,7 @@ def test_steps_that_never_come_are_reported(tmp_path: Path) -> None:
 RECORDED = """
 import sys, torch, torch.distributed as dist
 from pathlib import Path
-from lightning_dist.profiling.capture.session import dump_flight_record
+from lightning_dist.profiling.capture.profile_session import dump_flight_record
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for _ in range(30):
     dist.all_reduce(torch.ones(2))

@@ -15,13 +15,13 @@ from lightning_dist.checkpoint.checkpointer import Metrics
 from lightning_dist.checkpoint.disk.jobs import Committed
 from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint import private
+from lightning_dist.frameworks.lightning.checkpoint.checkpoint_session import CheckpointSession
 from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
 from lightning_dist.frameworks.lightning.checkpoint.resume import (
     LastCheckpoint,
     list_in,
     resume_io,
 )
-from lightning_dist.frameworks.lightning.checkpoint.session import CheckpointSession
 from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     require_effective,
     require_supported,

@@ -226,7 +226,7 @@ import sys
 from pathlib import Path
 from checkpoint_runs import Net, fit
 from lightning_dist import AsyncCheckpoint
-from lightning_dist.frameworks.lightning.checkpoint.session import CheckpointSession
+from lightning_dist.frameworks.lightning.checkpoint.checkpoint_session import CheckpointSession
 save, new = CheckpointSession.save, []
 def note(self, *args, **kwargs):
     before = set(sys.modules)

@@ -34,7 +34,7 @@ from lightning_dist.checkpoint.disk.format import CheckpointError, Origin
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.frameworks.lightning.checkpoint import async_checkpoint
-from lightning_dist.frameworks.lightning.checkpoint.session import PendingTopK
+from lightning_dist.frameworks.lightning.checkpoint.checkpoint_session import PendingTopK
 from lightning_dist.ranks.agreement import Ranks
 from lightning_dist.settings.run import CheckpointSettings
 

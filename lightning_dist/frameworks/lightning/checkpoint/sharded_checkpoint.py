@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint.snapshot.shards import LazyState, load_lazily, without_shards
+from lightning_dist.checkpoint.snapshot.sharded_state import LazyState, load_lazily, without_shards
 from lightning_dist.frameworks.lightning.checkpoint.resume import require_same_model
 from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO
 from lightning_dist.sync.base import Sync

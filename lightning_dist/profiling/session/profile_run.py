@@ -43,7 +43,7 @@ from lightning_dist.profiling.capture.files import (
     new_run_folder,
     ranks_apart,
 )
-from lightning_dist.profiling.capture.session import (
+from lightning_dist.profiling.capture.profile_session import (
     ProfileSession,
     ProfileSessionSettings,
     TorchTracer,
