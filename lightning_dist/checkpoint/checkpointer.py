@@ -43,15 +43,15 @@ class Metrics:
     failed: int = 0
     in_flight: int = 0
     blocking_ms: float = 0.0
-    """Of the last save: from its call to its return."""
+    """Time of the last save, from its call to its return."""
     queue_ms: float = 0.0
     """Part of it: waiting for an earlier save."""
     optimizer_wait_ms: float = 0.0
     """Waiting for copies in optimizer steps, in total."""
     write_ms: float = 0.0
-    """Of the last committed save."""
+    """Time that the writer took for the last committed save."""
     bytes: int = 0
-    """Of the last committed save, written by this rank."""
+    """Bytes that this rank has written of the last committed save."""
 
     def by_name(self) -> dict[str, float]:
         """``checkpoint/*`` for loggers, without values that are not known yet."""

@@ -62,7 +62,7 @@ class SnapshotMemory:
         return self.bytes[:nbytes]
 
     def view(self) -> memoryview:
-        """The same bytes, for a writer in this process."""
+        """View of the bytes, for a writer in this process."""
         return memoryview(self.bytes.numpy())  # type: ignore[arg-type]
 
     def release(self) -> None:

@@ -51,7 +51,7 @@ class SaveFolder(Save):
     spread: tuple[tuple[str, int], ...] = ()
     """``(record, bytes)`` of those that may have gaps, which are zeros."""
     complete: tuple[tuple[str, int], ...] = ()
-    """The same of those of which ranks write parts that leave no gaps."""
+    """``(record, bytes)`` of those of which ranks write parts that leave no gaps."""
     files: tuple[tuple[str, str], ...] = ()
     """``(name in the folder, path of the content)``; names may have folders in them."""
     scratch: str = ""

@@ -192,7 +192,7 @@ class Compression:
 
     @property
     def reducers(self) -> list[Reducer]:
-        """Of the prepared models, in their order; empty with one process."""
+        """Reducers of the prepared models, in their order; empty with one process."""
         return [sync.reducer for sync in self.syncs if sync.reducer is not None]
 
     @property

@@ -52,7 +52,7 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     generations: Generations | None = None
     """None where lost ranks mean a restart of all."""
     members: Membership | None = None
-    """Of the first generation; None in a worker that has come later."""
+    """Members of the first generation; None in a worker that has come later."""
     complete_step: Callable[[Callable[[], Any]], Any] | None = None
     """Computes a closure of an optimizer until its gradients were exchanged."""
     together: Callable[..., Any] | None = None

@@ -223,7 +223,7 @@ class ResumeCheckpointIO(AsyncTorchCheckpointIO):
     def __init__(self, *, verify: Any, trainer: pl.Trainer) -> None:
         super().__init__(snapshot="sync", writer="thread", verify=verify)
         self.searches: list[LastCheckpoint] = []
-        """Of the callbacks, for what ``ckpt_path="last"`` was found to be."""
+        """Searches of the callbacks for what ``ckpt_path="last"`` is."""
         self.verified: str | None = None
         """Path of a checkpoint that need not be verified once more."""
         self.weights_only: bool | None = None
