@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.profiling.analysis.breakdown import analyse, passes_of
 from lightning_dist.profiling.run import read_run
-from lightning_dist.profiling.session import run as profile_run
+from lightning_dist.profiling.session import profile_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_ranks(2)]
 
