@@ -235,7 +235,7 @@ class CommProfiler(pl.Callback):
                 strategy.model,
                 _parent(trainer),
                 leads=lambda: trainer.is_global_zero,
-                meet=strategy.run_collective,
+                run_collective=strategy.run_collective,
             )
 
     def _open(
