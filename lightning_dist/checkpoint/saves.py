@@ -147,7 +147,7 @@ class Saves:
 
         Not raised: the others have to know before they wait for this rank.
         """
-        if self._settings.on_busy == "wait":
+        if self.writes and self._settings.on_busy == "wait":
             try:
                 self.checkpointer.wait_for_turn()
             except Exception as error:

@@ -1,4 +1,4 @@
-"""Commit of a step: when residuals are written, means applied, and ranks agree.
+"""End of a step: when residuals are written, means applied, and ranks agree.
 
 Under the immediate update units write their state while they encode. Under the deferred one the
 ranks first agree on what became of the step. If it was finite everywhere, all state is committed as

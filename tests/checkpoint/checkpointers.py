@@ -61,7 +61,7 @@ def stopped_writer(checkpointer: Checkpointer) -> Iterator[WriterProcess]:
 
 
 @dataclass
-class ResidualParts:
+class HeldCopies:
     """The copy has begun at ``begun``, and goes on when ``go`` is set."""
 
     begun: threading.Event = field(default_factory=threading.Event)
@@ -69,9 +69,9 @@ class ResidualParts:
 
 
 @contextmanager
-def held_copies(patch: pytest.MonkeyPatch, *, after: bool = False) -> Iterator[ResidualParts]:
+def held_copies(patch: pytest.MonkeyPatch, *, after: bool = False) -> Iterator[HeldCopies]:
     """Hold every :class:`LaterCopy` before it copies, or ``after``, before it looks for tears."""
-    held = ResidualParts()
+    held = HeldCopies()
 
     def wait() -> None:
         held.begun.set()

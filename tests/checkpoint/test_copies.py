@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointers import LIMIT, ResidualParts, held_copies, opened, opened_together, stopped_writer
+from checkpointers import LIMIT, HeldCopies, held_copies, opened, opened_together, stopped_writer
 from processes import environment_of
 from snapshots import assert_equal, small_state, trained
 from torch import nn
@@ -97,7 +97,7 @@ def watch(tmp_path: Path) -> Iterator[Watch]:
     checkpointer.close()
 
 
-def let_go_when_begun(held: ResidualParts) -> None:
+def let_go_when_begun(held: HeldCopies) -> None:
     threading.Thread(target=lambda: (held.begun.wait(LIMIT), held.go.set())).start()
 
 

@@ -87,10 +87,10 @@ def test_a_change_is_one_line() -> None:
 
 def test_a_step_that_any_rank_has_begun_is_repeated() -> None:
     """The leader may still be between two steps, and a newcomer has begun none."""
-    pause = Outage(members=("0.0.0", "0.1.0", "0.2.0"))
+    outage = Outage(members=("0.0.0", "0.1.0", "0.2.0"))
     generation = Generation(1, members=("0.0.0", "0.1.1", "0.2.0"))
-    pause.enter(generation, [(1.0, "", False), (None, "", False), (1.0, "", True)])
-    assert pause.report(generation, step=6).is_redone
+    outage.enter(generation, [(1.0, "", False), (None, "", False), (1.0, "", True)])
+    assert outage.report(generation, step=6).is_redone
 
 
 def test_the_norm_of_lost_residuals_is_that_of_as_many_others() -> None:

@@ -66,7 +66,7 @@ eager = make(Int8())
 
 @pytest.fixture(scope="module")
 def fused() -> Mapping[str, Callable[..., None]]:
-    """The compiled passes of both ways to commit; ``decode`` has no state."""
+    """The compiled passes of both updates of the state; ``decode`` has no state."""
     variant = inductor.Variant(
         eager.passes, torch.float32, rows=SIZE, received=1, device=CPU, immediate=False
     )

@@ -135,12 +135,12 @@ class UserLoop(RecoverableLoop):
         self.total_samples = 0 if state is None else state.total_samples
         self.steps = 0 if state is None else state.total_steps
         self._before_epoch = self.total_samples - self.position.samples
-        self._deal(state, path=path or "", begun=session.history.first)
+        self._shard(state, path=path or "", begun=session.history.first)
         optimizers, (first, now) = self.objects.optimizers, self.data.layouts
         session.scale_rates(optimizers, self.objects.schedulers, first=first, now=now)
         self._listen()
 
-    def _deal(self, state: ElasticState | None, *, path: str = "", begun: Any = None) -> None:
+    def _shard(self, state: ElasticState | None, *, path: str = "", begun: Any = None) -> None:
         members = self.session.members
         rank, world_size = members.rank, members.world_size
         self.generators = Generators(
@@ -172,7 +172,7 @@ class UserLoop(RecoverableLoop):
 
     @override
     def sync_point(self) -> None:
-        """Settle, after the last step of an epoch only once the user has done what follows it.
+        """Sync point of all ranks; at the end of an epoch, once the user has done what follows it.
 
         In between there is no collective: of members that fail there some would already have ended
         the epoch, and would not do the same ones as the others afterwards.
@@ -196,7 +196,7 @@ class UserLoop(RecoverableLoop):
     def resume(self, state: ElasticState, *, is_new: bool) -> None:
         if not is_new:
             self.data.close()
-        self._deal(state)
+        self._shard(state)
         if is_new:
             self._listen()
         else:

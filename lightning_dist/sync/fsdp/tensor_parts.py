@@ -177,7 +177,7 @@ class TensorParts:
         return whole_state, whole_spreads
 
     def cut(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """State of this rank's parts, from that of whole parameters; what is Held is cut."""
+        """State of this rank's parts, from that of whole parameters; what it has is cut."""
         if self._group is None or state is None:
             return state
         cut_state = {

@@ -22,7 +22,7 @@ class CheckpointerIO(TorchCheckpointIO):
     """Stands in for a strategy's CheckpointIO while it saves.
 
     Args:
-        checkpointer: of this rank, which is called where the rank writes.
+        checkpointer: None on ranks that do not write.
         step: optimizer steps so far.
         sharded: see :meth:`.Checkpointer.save`. Then a strategy may add tensors of which each rank
             has a part to ``spreads``, and leave them where they are.
@@ -30,7 +30,7 @@ class CheckpointerIO(TorchCheckpointIO):
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, *, step: int, sharded: bool, resumable: bool
+        self, checkpointer: Checkpointer | None, *, step: int, sharded: bool, resumable: bool
     ) -> None:
         self._checkpointer = checkpointer
         self._step, self.sharded, self._resumable = step, sharded, resumable
@@ -40,6 +40,7 @@ class CheckpointerIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
+        assert self._checkpointer is not None
         target = os.fspath(path)
         self._checkpointer.save(
             checkpoint,

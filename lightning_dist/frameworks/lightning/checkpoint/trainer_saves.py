@@ -126,7 +126,7 @@ def save_trainer(
 def _save(
     trainer: pl.Trainer, saves: Saves, path: str, *, sharded: bool, weights_only: bool
 ) -> None:
-    strategy, checkpointer = trainer.strategy, saves.checkpointer
+    strategy, checkpointer = trainer.strategy, saves.checkpointer if saves.writes else None
     with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
         io = CheckpointerIO(
             checkpointer, step=trainer.global_step, sharded=sharded, resumable=not weights_only
@@ -136,7 +136,7 @@ def _save(
         try:
             checkpoint = private.dump_checkpoint(trainer, weights_only=weights_only)
             strategy.save_checkpoint(checkpoint, path)
-            if saves.writes and not trainer.is_global_zero:
+            if checkpointer is not None and not trainer.is_global_zero:
                 io.save_checkpoint(checkpoint, path)
         finally:
             strategy.checkpoint_io = usual

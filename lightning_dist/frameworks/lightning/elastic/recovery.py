@@ -158,7 +158,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
     def __init__(self, trainer: pl.Trainer, session: ElasticSession) -> None:
         super().__init__(trainer, session)
         self._begins_epoch = self._hands_over = False
-        self._has_settled, self._has_to_settle = True, False  # since the last step; before the end
+        self._has_synced, self._has_to_sync = True, False  # since the last step; before the end
         self._joined: Membership | None = None
         self._is_new = self._joins_repeated = False
         self._logged: Sequence[Any] = ()
@@ -239,7 +239,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
     @override
     def complete(self) -> None:
         self._begins_epoch = self._has_ended
-        if self._has_to_settle:
+        if self._has_to_sync:
             self.sync_point()
         with self.sections.at("end"):
             RecoverableLoop.complete(self)
@@ -259,7 +259,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
         before = self.session.members
         with self.sections.at("sync_point"):
             super().sync_point()
-        self._has_settled, self._has_to_settle = True, False
+        self._has_synced, self._has_to_sync = True, False
         if self.session.members is not before:
             self.log_costs()
 
@@ -277,10 +277,10 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
 
     def after_entering(self) -> None:
         """A generation was entered in a section: sync here, unless all do it after the section."""
-        if self._has_settled:
+        if self._has_synced:
             self.sync_point()
             return
-        self._has_to_settle = True
+        self._has_to_sync = True
         self.report_outage(self._recovery)
         self.log_costs()
 
@@ -422,7 +422,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
                     if not recovery.is_broken:
                         result = compute()
                         if not recovery.is_given_up:
-                            self._has_settled = False
+                            self._has_synced = False
                             return result
                 except RuntimeError as error:
                     if recovery.is_committed:
