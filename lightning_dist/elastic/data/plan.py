@@ -198,7 +198,7 @@ class EpochPlan:
 
 
 def _piece(share: range, part: int, *, of: int) -> range:
-    """The ``which``-th of ``of`` runs of ``share``, whose lengths differ by one at most."""
+    """The ``part``-th of ``of`` runs of ``share``, whose lengths differ by one at most."""
     size, more = divmod(len(share), of)
     begin = part * size + min(part, more)
     return share[begin : begin + size + (part < more)]

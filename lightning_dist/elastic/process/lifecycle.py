@@ -162,7 +162,7 @@ EXIT_EVICTED = 78
 
 
 class Ended(SystemExit):
-    """This process ends with one of these codes, because all ranks stop or it cannot go on."""
+    """This process ends with a code, because all ranks stop or it cannot go on."""
 
 
 _LAST_SECONDS = 20.0

@@ -83,7 +83,7 @@ class Watchdog:
 
     def end_within(self, seconds: float, why: str) -> None:
         """The process has to be gone by then, whatever it does; the first such bound counts."""
-        if self._end_by == math.inf:
+        if not self._why_end:
             self._why_end, self._end_by = why, self._clock() + seconds
 
     def _watch(self) -> None:

@@ -164,7 +164,7 @@ class Coordinator:
         return BUSY_SECONDS if self._ends else QUIET_SECONDS
 
     def run(self, stop: threading.Event) -> None:
-        """Look again and again until ``stop``, or the end of the job, of recovery or of the store.
+        """Look again and again until ``stop``, the end of recovery or of the store.
 
         The body of a thread; :attr:`ended` says why it has come to its end by itself.
         """

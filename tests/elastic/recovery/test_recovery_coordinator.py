@@ -310,7 +310,9 @@ def test_an_error_of_the_store_ends_it_with_a_reason() -> None:
     store = PrefixStore(ROOT, HashStore())
     store.set(Keys.workers, "not a number")
     coordinator = Coordinator(store, SETTINGS, places=1)
-    coordinator.run(threading.Event())
+    thread = threading.Thread(target=coordinator.run, args=[threading.Event()], daemon=True)
+    thread.start()
+    thread.join(60)
     assert "in the coordinator" in coordinator.ended
     told = decode_generation(store.get(Keys.generation(0)))
     assert told.ends == coordinator.ended

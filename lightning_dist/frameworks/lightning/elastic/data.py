@@ -28,6 +28,9 @@ from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import Asyn
 from lightning_dist.frameworks.lightning.checkpoint.private import checkpoint_folder
 from lightning_dist.frameworks.lightning.elastic import private
 
+_STATEFUL = ("__iter__", "state_dict", "load_state_dict")
+"""Methods of a loader that keeps its position itself."""
+
 
 class TrainerDataShards(DataShards):
     """Sharding of the samples of one fit.
@@ -76,7 +79,7 @@ class TrainerDataShards(DataShards):
                 f"batch_policy={self.policy!r} cannot take effect: {reason}; or set "
                 "batch_policy='fixed_micro_batch'"
             )
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        if all(callable(getattr(loader, name, None)) for name in _STATEFUL):
             self.remembered = Remembered(loader, back=self._accumulate + 2)
             self.own_state = self._find_own_state()
             if self.own_state is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from typing_extensions import override
 
 from lightning_dist.checkpoint.checkpointer import Metrics
@@ -94,8 +94,6 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._is_restricted = True
         self._has_begun = self._polls_validation = False
         self._ended: int | None = None  # epoch whose end is not closed yet
-        self._first: Callback | None = None
-        """The callback that completes the run before all others, while it is in the trainer."""
         self._joins = False
         """Whether this process has come later than the others of a job."""
 
@@ -157,12 +155,13 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         self._step_back(trainer)
         inner: Any = trainer
         others = (callback for callback in inner.callbacks if callback is not self)
-        self._first = LambdaCallback(on_train_end=self._complete)
-        inner.callbacks = [self._first, *others, self]
+        inner.callbacks = [_BeforeOthers(on_train_end=self._complete), *others, self]
 
     def _step_back(self, trainer: pl.Trainer) -> None:
         inner: Any = trainer
-        inner.callbacks = [callback for callback in inner.callbacks if callback is not self._first]
+        inner.callbacks = [
+            callback for callback in inner.callbacks if not isinstance(callback, _BeforeOthers)
+        ]
 
     def _listen(self, trainer: pl.Trainer) -> None:
         """Begin to note signals."""
@@ -385,6 +384,10 @@ class ElasticRestart(BeforeSetup, Checkpoint):
 
 def _wants_recovery(trainer: pl.Trainer) -> bool:
     return getattr(trainer.strategy, "recovery", "restart") == "in_process"
+
+
+class _BeforeOthers(LambdaCallback):
+    """Callback that completes a run before all others; of whichever fit of the trainer."""
 
 
 def _recovers(trainer: pl.Trainer) -> bool:

@@ -353,3 +353,15 @@ def test_a_run_that_is_extended_goes_on_from_its_own_weights(
     pairs = [*zip(weights, trained, module.net.parameters(), strict=True)]
     assert all(torch.equal(saved, own) for saved, own, _ in pairs)
     assert not all(torch.equal(own, averaged) for _, own, averaged in pairs)
+
+
+def test_a_trainer_that_is_used_again_completes_its_run_once(tmp_path: Path) -> None:
+    """Also after the callback was in another trainer meanwhile."""
+    callback = ElasticRestart(tmp_path)
+    trainers = quiet_trainer(callbacks=[callback]), quiet_trainer(callbacks=[callback])
+    for place in (0, 1, 0):
+        callback._stand(trainers[place])
+    for trainer in trainers:
+        assert (
+            len([each for each in trainer.callbacks if type(each).__name__ == "_BeforeOthers"]) == 1
+        )
