@@ -8,7 +8,7 @@ payload; all are ``(rows, B, block)`` in the compute dtype, multiplied by the Gr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -75,7 +75,7 @@ class ErrorFeedback(Memory):
     Sarfi et al. (arXiv 2508.15706).
     """
 
-    decay: float = 1.0
+    decay: float = field(default=1.0, kw_only=True)
     kinds: ClassVar[tuple[str, ...]] = ("residual",)
 
     @property

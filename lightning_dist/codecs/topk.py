@@ -89,7 +89,7 @@ class TopK(BlockCodec):
 
     def memory(self, error_feedback: bool | Literal["auto"] = "auto") -> Memory:
         plain = super().memory(error_feedback)
-        return ErrorFeedback(self.decay) if plain.kinds and self.decay < 1 else plain
+        return ErrorFeedback(decay=self.decay) if plain.kinds and self.decay < 1 else plain
 
     @property
     def native(self) -> Native | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -207,7 +207,7 @@ def require_all_sharded(model: nn.Module, groups: Sequence[ParameterGroup]) -> N
 def require_alike(optimizer: Optimizer, *, remedy: str) -> None:
     """Raise ValueError if ``optimizer`` keeps sharded state that is no part of its parameter's."""
     for parameter, state in optimizer.state.items():
-        for name, value in state.items():
+        for name, value in state.items() if isinstance(state, Mapping) else ():
             if isinstance(value, DTensor) and value.shape != parameter.shape:
                 raise ValueError(
                     f"The state of {type(optimizer).__name__} must have the shapes of its sharded "

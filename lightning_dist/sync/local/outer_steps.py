@@ -40,6 +40,15 @@ log = get_logger(__name__)
 STATE_VERSION = 2
 
 
+def require_version(state: Mapping[str, Any]) -> None:
+    """Raise ValueError for the state of outer steps that another version has saved."""
+    if state["version"] != STATE_VERSION:
+        raise ValueError(
+            f"The state must be of version {STATE_VERSION}, got {state['version']!r}; resume "
+            "with the release of lightning_dist that has saved it"
+        )
+
+
 class LocalUpdates:
     """The outer steps of a model that is trained in local ones; see :func:`local_updates`."""
 
@@ -347,11 +356,7 @@ class LocalUpdates:
         Raises:
             ValueError: the state is of another version or model.
         """
-        if state["version"] != STATE_VERSION:
-            raise ValueError(
-                f"The state must be of version {STATE_VERSION}, got {state['version']!r}; resume "
-                "with the release of lightning_dist that has saved it"
-            )
+        require_version(state)
         self.anchor.restart(state["anchor"].keys(), trained=state["trained"])
         if self.shards is None:
             return state

@@ -18,7 +18,7 @@ from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
 from lightning_dist.sync.fsdp.checks import require_alike
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.anchor import first_row
-from lightning_dist.sync.local.outer_steps import LocalUpdates
+from lightning_dist.sync.local.outer_steps import LocalUpdates, require_version
 
 NOT_SHARDED = (
     "format='sharded' needs the same state on all ranks, and with local steps every worker has its "
@@ -32,7 +32,7 @@ class WorkerStates:
     A checkpoint of rank 0 alone would have the weights and moments of one worker. 12 bytes per
     parameter and worker with Adam. Of a model that ``fully_shard`` shards, parameters and states
     of optimizers are whole in it, so that any number of shards loads them; the ``"buffers"`` of a
-    worker are a list then, of those of each of its ranks.
+    worker of several ranks are a list, of those of each of them.
 
     Args:
         updates: their outer steps.
@@ -273,6 +273,7 @@ def _of_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, read: Read) ->
 def _for_ranks(state: Mapping[str, Any], size: int, read: Read) -> Mapping[str, Any]:
     """State shared by the workers, with sample counts for ``size`` ranks per worker."""
     shared, count = state["shared"], len(state["workers"])
+    require_version(shared)
     samples = map_tensors(partial(read_whole, read=read), shared["samples"])
     rows = samples["workers"]
     before = len(rows) // count

@@ -96,7 +96,7 @@ def test_a_worker_with_a_whole_model_has_the_samples_of_all_ranks_that_had_its_s
     )
     rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [3.0, 2.0], [4.0, 2.0]], dtype=torch.float64)
     worker = {"parameters": {}, "buffers": [{}, {}], "optimizer_states": []}
-    shared = {"samples": {"workers": rows, "usual": 2.0}}
+    shared = {"version": 2, "samples": {"workers": rows, "usual": 2.0}}
     own = WorkerStates(cast(Any, updates), []).own_state(
         {"shared": shared, "workers": [worker, worker]}
     )
@@ -204,3 +204,17 @@ def test_a_state_of_another_model_or_version_is_refused(world: World) -> None:
         worker.updates.load_state_dict(state)
     with pytest.raises(ValueError, match="must be of version 2, got 1"):
         worker.updates.load_state_dict({**state, "version": 1})
+
+
+@on_threads(1)
+def test_a_state_of_all_workers_of_another_version_is_refused(world: World) -> None:
+    """Also an optimizer whose state is not all mappings is saved, as torch does."""
+    worker = world.worker(plain(), sync_every=4)
+    optimizer = worker.optimizer
+    cast(Any, optimizer.state)["calls"] = 1
+    states = WorkerStates(worker.updates, [optimizer])
+    state = states.state_dict()
+    assert state is not None
+    assert state["workers"][0]["optimizer_states"][0]["state"]["calls"] == 1
+    with pytest.raises(ValueError, match="must be of version 2, got 1"):
+        states.own_state({**state, "shared": {"version": 1}})
