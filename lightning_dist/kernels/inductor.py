@@ -50,7 +50,7 @@ class Variant:
     rows: int
     received: int  # payloads that a mean is made of
     device: torch.device
-    immediate: bool  # whether state is committed when it is encoded
+    immediate: bool  # whether state is written when it is encoded
     only: Literal["", "encode", "decode"] = ""  # passes of the other kind have other shapes
 
 

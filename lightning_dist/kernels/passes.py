@@ -84,7 +84,7 @@ class Passes:
     ) -> None:
         """``state <- what D(own) did not say``, and ``grad <- mean of D(payloads)``.
 
-        With an empty ``state`` ``own`` is not read: what is committed when encoding is not again.
+        With an empty ``state`` ``own`` is not read: what is written when encoding is not again.
         """
         x = _widened(grad)
         if state:

@@ -79,13 +79,13 @@ class Pipeline:
         """Number of times that this rank has needed the others."""
         self.closed = False
         self.answer = Answer()
-        """Agreement of the ranks on the last committed step."""
+        """Agreement of the ranks on the last applied step."""
         self.hyperparameters: Callable[[], Mapping[str, str]] | None = None
         """Hyperparameters of the optimizers that apply the means, which ranks compare."""
         self.immediate = settings.state_update == "immediate" or (
             settings.state_update == "auto" and not allow_absent and grad_scale is None
         )
-        """Whether state is committed when it is encoded, not when the step is finished."""
+        """Whether state is written when it is encoded, not when the step is finished."""
         assert not (self.immediate and allow_absent), "what is absent everywhere is known too late"
         self._observers = list(observers)  # changed by this thread and by that of the executor
         self._recovery: Recovery | None = None
@@ -133,7 +133,7 @@ class Pipeline:
         return handle
 
     def finish(self) -> None:
-        """End the step: every tensor that was started gets its mean, and state is committed.
+        """End the step: every tensor that was started gets its mean, and state is written.
 
         Returns before that is done; the futures of the handles are ready then.
         """

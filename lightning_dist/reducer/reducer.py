@@ -132,13 +132,13 @@ class Reducer(Pipeline):
         """From now on an exchange that fails does not raise, and ``recovery`` decides.
 
         The contents of a tensor whose exchange has failed are lost. :attr:`step` counts a step that
-        was committed as soon as the futures of its tensors are ready; if it was not committed, all
+        was applied as soon as the futures of its tensors are ready; if it was not applied, all
         state is as before it: under the immediate update, and where the exchange is hierarchical,
         restored from a copy, of 4 bytes an element. After a failure nothing is exchanged until
         :meth:`rebind`.
 
         Raises:
-            ValueError: a setting with which steps cannot be committed without other ranks.
+            ValueError: a setting with which steps cannot be applied without other ranks.
         """
         if self.settings.delay:
             raise ValueError(

@@ -153,7 +153,7 @@ class ReducerState:
         self._starts: dict[str, int] = {}  # elements of a parameter before the part with factors
         self._loaded_factors: dict[str, Parts] = {}  # not needed here so far
         self.is_mean = False
-        """It is that of :meth:`average`, whole on every rank: no step has been committed since."""
+        """It is that of :meth:`average`, whole on every rank: no step has been applied since."""
         self._adopted: list[ResidualParts] = []  # since then
 
     @property
@@ -210,7 +210,7 @@ class ReducerState:
             self.held[kind, name].loaded = None
 
     def end_step(self) -> None:
-        """A step is committed, on all ranks."""
+        """A step is applied, on all ranks."""
         adopted, self._adopted, self.is_mean = self._adopted, [], False
         for held in adopted:
             held.loaded = None

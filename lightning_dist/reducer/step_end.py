@@ -1,8 +1,8 @@
 """End of a step: when residuals are written, means applied, and ranks agree.
 
 Under the immediate update units write their state while they encode. Under the deferred one the
-ranks first agree on what became of the step. If it was finite everywhere, all state is committed as
-it is decoded; else none of it is.
+ranks first agree on what became of the step. If it was finite everywhere, all state is written as
+it is decoded; else it is a skipped step, and none of it is.
 
 The all-reduce in which they agree is also the vote of a training with recovery: a rank takes part
 once it has all payloads, so a rank that has the answer knows that every other rank can apply the
@@ -66,7 +66,7 @@ def add_residuals(
     sharded: bool,
 ) -> None:
     """Add residuals that the codec of ``group`` does not keep to the gradients, which carry
-    ``scale``: they travel with this step, and are freed when it is committed.
+    ``scale``: they travel with this step, and are freed when it is applied.
 
     A gradient is averaged over ranks, a residual over rows of ranks. Momentum that the codec still
     applies multiplies what was a sum of momenta already.

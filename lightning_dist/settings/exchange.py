@@ -304,7 +304,7 @@ class ShardedSettings(ExchangeSettings):
 
         if self.start_step or self.state_update != "auto":
             raise ValueError(
-                "With parameters= every step is compressed, and nothing is committed later: leave "
+                "With parameters= every step is compressed, and nothing is written later: leave "
                 "start_step and state_update out"
             )
         gradients, of_parameters = self.inter, resolve_codec(parameters)

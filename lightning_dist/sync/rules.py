@@ -214,7 +214,7 @@ def _has_a_hook(case: Case) -> str | None:
     )
 
 
-def _commits_what_may_be_unused(case: Case) -> str | None:
+def _writes_what_may_be_unused(case: Case) -> str | None:
     assert case.ddp is not None
     if case.settings.state_update != "immediate" or not finds_unused(case.ddp):
         return None
@@ -471,7 +471,7 @@ RULES: Sequence[Rule] = (
     Rule("DDP has no mixed precision", "model", (DDP,), _mixes_precision_in_ddp),
     Rule("DDP sends every bucket", "model", (DDP,), _skips_buckets),
     Rule("DDP has no other hook", "model", (DDP,), _has_a_hook),
-    Rule("what is committed was used", "model", (DDP,), _commits_what_may_be_unused),
+    Rule("what is written was used", "model", (DDP,), _writes_what_may_be_unused),
     Rule("what is delayed will be used", "model", (DDP,), _delays_what_may_be_unused),
     Rule("what is delayed is not scaled", "model", (DDP,), _delays_scaled_gradients),
     Rule("a model is attached once", "model", (FSDP2, *_LOCAL), _is_attached_already),

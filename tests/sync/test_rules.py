@@ -144,7 +144,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         lambda case, rank: replace(case, model=hooked(rank)),
         "takes one communication hook, and fp16_compress_hook is registered",
     ),
-    "what is committed was used": (
+    "what is written was used": (
         lambda case, rank: replace(
             case, settings=ExchangeSettings(state_update="immediate"), model=unused(rank)
         ),

@@ -138,7 +138,7 @@ class StepRecovery:
     # Steps, on the thread of the training.
 
     def begin_step(self) -> None:
-        """Remember what a step changes before it is committed."""
+        """Remember what a step changes before it is applied."""
         self._arrivals += 1
         self._begun = self.reducer.step
         self._put_generators_back = rng.hold()
@@ -163,7 +163,7 @@ class StepRecovery:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the exchange of this step has failed, and nothing of it is committed."""
+        """Whether the exchange of this step has failed, and nothing of it is applied."""
         return self.reducer.failure is not None and not self.is_committed
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
@@ -429,7 +429,7 @@ class RecoverableLoop(TrainingLoop):
             self.session.report_outage(report)
 
     def begin_step(self, recovery: StepRecovery) -> None:
-        """Remember what a step changes before it is committed."""
+        """Remember what a step changes before it is applied."""
         recovery.begin_step()
 
     def enter(self, generation: Generation, members: Membership) -> None:

@@ -49,7 +49,7 @@ _PADDING = 1.25  # more bytes than without padding are reason enough for smaller
 class BlockPlan:
     """Common state of the units of one codec for gradients of one dtype.
 
-    ``payloads``: memory that tensors take turns with, where state is committed when it is encoded;
+    ``payloads``: memory that tensors take turns with, where state is written when it is encoded;
     None where everything stays until the step is finished.
     """
 
@@ -63,7 +63,7 @@ class BlockPlan:
 
     @property
     def immediate(self) -> bool:
-        """Whether state is committed when it is encoded, not when the mean is decoded."""
+        """Whether state is written when it is encoded, not when the mean is decoded."""
         return self.payloads is not None
 
     @property
@@ -146,7 +146,7 @@ class FlatPlanner:
         self._tables = settings.compile_kernels is not False and available_on(network.device)
         self._immediate = immediate
         self.payloads = PayloadMemory(network.device)
-        """Memory that tensors take turns with, where state is committed when it is encoded."""
+        """Memory that tensors take turns with, where state is written when it is encoded."""
 
     def joined(self, unit: JoinedUnit) -> JoinedUnit:
         """``unit``, which travels with the others of its tensor that are joined."""

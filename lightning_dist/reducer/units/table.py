@@ -70,7 +70,7 @@ class TableUnit(JoinedUnit):
             self._groups = [[Slice(part.offset, part.numel, place) for part, place in pairs]]
         self._planes = self._codec.planes(plan.dtype)
         self.row_bytes = [row_bytes(self._planes, self._columns)] * rows
-        self._finite: Tensor | None = None  # set by the kernel, where state is committed later
+        self._finite: Tensor | None = None  # set by the kernel, where state is written later
         if not (plan.immediate or self._codec.lossless):
             self._finite = torch.ones((), dtype=torch.bool, device=bucket.device)
         self._salts: Sequence[Tensor | None] = (None, None)  # for what is sent, and for the mean
