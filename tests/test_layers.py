@@ -38,7 +38,7 @@ ADAPTERS = ("frameworks", "cli")
 """Rooms that import Lightning, Accelerate, transformers or wandb."""
 WITH_A_FRAMEWORK = {
     "elastic/loop/loop.py": "lightning",
-    "elastic/recovery/regroup.py": "accelerate",
+    "elastic/recovery/frameworks.py": "accelerate",
 }
 """Files of other rooms that do."""
 NO_TORCH = (

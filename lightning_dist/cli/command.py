@@ -1,4 +1,4 @@
-"""What commands share: the option ``--json``, and errors as one line and an exit code."""
+"""Common parts of commands: the option ``--json``, and errors as one line and an exit code."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ class SideStream:
 
 
 Executor: TypeAlias = ExecutorThread | SideStream
-"""What runs the tasks of a reducer. Reducers over the same process groups share one, so that all
-ranks issue their collectives in one order."""
+"""Executor of the tasks of a reducer. Reducers over the same process groups share one: all ranks
+issue their collectives in one order."""
 
 _workers: WeakValueDictionary[torch.device, ExecutorThread] = WeakValueDictionary()
 

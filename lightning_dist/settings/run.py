@@ -262,7 +262,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """What happens when a rank is lost.
+    """Reaction to a rank that is lost.
 
     Raises:
         ValueError: a setting that is out of range or cannot take effect.

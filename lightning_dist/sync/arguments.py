@@ -1,4 +1,4 @@
-"""What strategies refuse before a process group exists, and what all frameworks report."""
+"""Arguments that strategies refuse before a process group exists, and reports of all frameworks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ from lightning_dist.checkpoint.disk.folder_owner import own
 from lightning_dist.checkpoint.disk.jobs import Committed, Failed
 from lightning_dist.checkpoint.disk.scan import checkpoints, newest_valid, verify
 from lightning_dist.checkpoint.reading import load
+from lightning_dist.checkpoint.saves import Saves
 from lightning_dist.checkpoint.writers import WriterThread
+from lightning_dist.ranks.agreement import Ranks
 from lightning_dist.settings.run import CheckpointSettings
 
 
@@ -277,3 +279,26 @@ def test_a_trainer_that_is_killed_before_its_writer_has_started_loses_nothing(
     lock.release()
     assert_equal(load(f"{folder}/1.ckpt"), small_state())
     assert os.listdir(folder) == ["1.ckpt"]
+
+
+def test_after_a_move_checkpoints_record_the_ranks_that_are_left(tmp_path: Path) -> None:
+    saves = Saves(
+        Checkpointer(CheckpointSettings(writer="thread"), ranks=3), ranks=Ranks(None), warn=print
+    )
+    saves.move(Ranks(None))
+    saves.open(str(tmp_path), together=False)
+    saves.checkpointer.save(small_state(), f"{tmp_path}/1.ckpt", step=1)
+    saves.close(LIMIT)
+    assert saves.last_committed is not None
+    assert saves.last_committed.origin.ranks == 1
+
+
+def test_a_rank_that_does_not_write_has_no_writer() -> None:
+    checkpointer = Checkpointer(CheckpointSettings(on_busy="wait"))
+    saves = Saves(checkpointer, ranks=Ranks(None), writes=False, warn=print)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    saves.watch([optimizer])
+    assert saves.await_turn() is None
+    assert checkpointer._queue.writer is None
+    assert not optimizer._optimizer_step_pre_hooks
+    saves.close(LIMIT)

@@ -4,7 +4,7 @@ Plans are made for one rank of a world that is not there: bytes are known before
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, Literal, cast
@@ -461,3 +461,12 @@ def test_a_codec_that_could_only_send_more_is_refused() -> None:
     require("topk", 32, 8, shape=(64, 4096))  # nodes reduce first
     require("topk", 128, shape=(64, 4096))
     require("int8", 256, shape=(64, 64))
+
+
+def test_a_memory_of_ones_own_has_its_own_fields_first() -> None:
+    @dataclass(frozen=True)
+    class Weighted(ErrorFeedback):
+        weight: float
+
+    assert Weighted(0.5).weight == 0.5
+    assert Weighted(0.5, decay=0.9).decay == 0.9

@@ -150,7 +150,7 @@ class Objects:
             reducers.append(state)
         return {"objects": self.states(), "reducers": reducers}
 
-    def take_up(self, checkpoint: Any, *, path: str) -> ElasticState:
+    def load(self, checkpoint: Any, *, path: str) -> ElasticState:
         """Load a checkpoint, on all ranks; where it was taken.
 
         Raises:

@@ -128,7 +128,7 @@ class UserLoop(RecoverableLoop):
         state: ElasticState | None = None
         if path is not None:  # it has been verified
             read = partial(load, path, check=False, map_location="cpu", weights_only=restricted)
-            state = self.objects.take_up(session.members.ranks.on_each(read), path=path)
+            state = self.objects.load(session.members.ranks.on_each(read), path=path)
         session.load(state, is_own=True)
         session.retention.save_for(session.history.run_id, restricted=restricted, resumed=path)
         self.position = Position() if state is None else state.position

@@ -9,14 +9,12 @@ ones. The same scaling holds where ranks join without residuals.
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,18 +149,6 @@ def regroup(
     reducer.rebind(network, averages=any(facts["levels"] for facts in by_rank))
     model.forward_sync_buffers = False  # they are sent between steps, where that may fail
     rebuild_ddp(model, world)
-
-
-def set_framework_rank(*, rank: int, world_size: int) -> None:
-    """Let functions of Lightning and Accelerate that ask for a rank have the present one."""
-    rank_zero_only.rank = rank  # type: ignore[attr-defined]  # where Lightning keeps it
-    if "accelerate" not in sys.modules:
-        return
-    from accelerate.state import AcceleratorState, PartialState, is_initialized
-
-    if is_initialized():
-        for state in (PartialState(), AcceleratorState()):
-            state.num_processes, state.process_index = world_size, rank
 
 
 def from_rank(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:

@@ -22,6 +22,7 @@ from lightning_dist.elastic.data.plan import lr_factor
 from lightning_dist.elastic.private import order_buckets, send_buffers
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
+from lightning_dist.elastic.recovery.frameworks import set_framework_rank
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Outage, WorkerReport, leader_of
@@ -32,7 +33,6 @@ from lightning_dist.elastic.recovery.regroup import (
     regroup,
     require_flat,
     require_recoverable,
-    set_framework_rank,
 )
 from lightning_dist.elastic.session import ElasticSession, TrainingLoop
 from lightning_dist.ranks.agreement import Membership

@@ -103,7 +103,7 @@ class SyncStrategy(ParallelStrategy):
         self._stepping[optimizer] = None
         for place, sync in enumerate(self.syncs):
             if sync.trains(optimizer):
-                own = [stepping for stepping in self._stepping if sync.trains(stepping)]
+                own = [stepped for stepped in self._stepping if sync.trains(stepped)]
                 sync.connect(own, self._environment())
                 self._first.setdefault(place, ref(optimizer))
         return super().setup_optimizer(optimizer)

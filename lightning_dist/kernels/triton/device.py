@@ -1,4 +1,4 @@
-"""What runs on a device: functions that codecs share, and the three kernels for any codec.
+"""Functions on a device that codecs share, and the three kernels for any codec.
 
 The functions are ``codecs/scales.py`` and ``noise.py`` in Triton. The two of a codec itself are
 constants of a launch. A program works on one tile of the table as ``(blocks, parts, width)``

@@ -132,6 +132,7 @@ class WorkerStates:
         Args:
             read: gives a part of a tensor of ``state``, which may be in a file.
         """
+        require_version(state["shared"])
         worker, place, size = self._place
         workers = state["workers"]
         of_worker = workers[worker % len(workers)]
@@ -273,7 +274,6 @@ def _of_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, read: Read) ->
 def _for_ranks(state: Mapping[str, Any], size: int, read: Read) -> Mapping[str, Any]:
     """State shared by the workers, with sample counts for ``size`` ranks per worker."""
     shared, count = state["shared"], len(state["workers"])
-    require_version(shared)
     samples = map_tensors(partial(read_whole, read=read), shared["samples"])
     rows = samples["workers"]
     before = len(rows) // count

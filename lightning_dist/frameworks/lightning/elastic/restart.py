@@ -138,7 +138,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             private.checkpoint_connector(trainer),
             path=self._found,
             weights_only=self._settings.weights_only,
-            on_loaded=lambda *loaded: self._take_up(loop, trainer, *loaded),
+            on_loaded=lambda *loaded: self._find_position(loop, trainer, *loaded),
             on_loops=loop.place_loops,
         )
         private.set_checkpoint_connector(trainer, connector)
@@ -182,14 +182,14 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             account.look(self._settings.folder, rank=trainer.global_rank)
             identify(trainer, run_id=account.run_id)
 
-    def _take_up(
+    def _find_position(
         self,
         loop: TrainerLoop,
         trainer: pl.Trainer,
         checkpoint: dict[str, Any],
         weights_only: bool,
     ) -> None:
-        """Know where to go on, before anything is restored."""
+        """Find the position in the data to resume from, before anything is restored."""
         self._is_restricted = weights_only
         if weights_only:
             require_loadable_hparams(trainer)
@@ -214,7 +214,7 @@ class ElasticRestart(BeforeSetup, Checkpoint):
             begun=self._session.history.first,
             seed=self._session.history.seed,
         )
-        loop.take_up(data)
+        loop.set_data(data)
         self._at = loop
         place_sources(trainer, data)
 

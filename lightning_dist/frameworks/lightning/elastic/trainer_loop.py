@@ -115,8 +115,8 @@ class TrainerLoop(TrainingLoop):
             return samplers["rank"], samplers["num_replicas"]
         return self.members.rank, self.members.world_size
 
-    def take_up(self, data: TrainerDataShards) -> None:
-        """Know where to go on: the session has been loaded."""
+    def set_data(self, data: TrainerDataShards) -> None:
+        """Train on ``data``, from where the loaded session is."""
         state = self.session.resumed
         self.data = data
         self.generators = Generators(
