@@ -77,7 +77,7 @@ class Job:
         self._settings = settings
         agent = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000000"]
         launcher = {
-            "ours": ["-m", "lightning_dist.elastic.agent", "--monitor-interval=0.05", *agent],
+            "ours": ["-m", "lightning_dist.elastic.launcher", "--monitor-interval=0.05", *agent],
             "torchrun": ["-m", "torch.distributed.run", *agent],
         }
         self._by_us = way not in launcher

@@ -91,7 +91,7 @@ def plan_torchrun(words: Sequence[str], environ: Mapping[str, str], *, why: str)
         made.notes.append(f"{SHARING} is {environ.get(SHARING)!r}: nodes will not be able to join")
     options, after = cut(words, given)
     # Behind -- torchrun takes nothing for an option of its own, such as --n for --nnodes.
-    made.arguments += ["-m", "lightning_dist.elastic.agent", *options, *added, "--", *after]
+    made.arguments += ["-m", "lightning_dist.elastic.launcher", *options, *added, "--", *after]
     return made
 
 

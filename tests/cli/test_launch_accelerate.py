@@ -13,7 +13,7 @@ from calls import program, refusal
 from click.testing import Result
 from processes import run
 
-TORCHRUN = "lightning_dist.elastic.agent"
+TORCHRUN = "lightning_dist.elastic.launcher"
 ACCELERATE = "lightning_dist.frameworks.accelerate.launch"
 PROGRAM = ["-c", "from lightning_dist.cli import main; main()", "launch"]
 SCRIPT = """

@@ -41,7 +41,7 @@ def planned(*words: str | Path) -> tuple[dict[str, str], list[str]]:
     assert result.exit_code == 0, result.output
     parts = shlex.split(result.stdout)
     start = parts.index(sys.executable)
-    assert parts[start + 1 : start + 3] == ["-m", "lightning_dist.elastic.agent"]
+    assert parts[start + 1 : start + 3] == ["-m", "lightning_dist.elastic.launcher"]
     arguments = parts[start + 3 :]
     arguments.remove("--")
     return dict(part.split("=") for part in parts[:start]), arguments

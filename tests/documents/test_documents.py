@@ -103,7 +103,7 @@ def launch(
 ) -> Finished:
     """As `torchrun`, with our agent, as ``lightning-dist launch``."""
     options = ["--standalone", f"--nproc-per-node={ranks}", "--no-python"]
-    agent = [*python, "-m", "lightning_dist.elastic.agent", *options]
+    agent = [*python, "-m", "lightning_dist.elastic.launcher", *options]
     return run([*agent, *python, script, *arguments], limit=limit)
 
 

@@ -95,7 +95,7 @@ class LoopJob(Written):
         self._told = told
         folder.mkdir(exist_ok=True)
         options = ["--monitor-interval=0.05", "--standalone", f"--nproc-per-node={self.ranks}"]
-        launcher = [*python, "-m", "lightning_dist.elastic.agent", *options]
+        launcher = [*python, "-m", "lightning_dist.elastic.launcher", *options]
         launcher.append(f"--max-restarts={told.get('restarts', 3)}")
         script = ["--no-python", *python, self.script, folder, json.dumps(told)]
         done = run([*launcher, *script], limit=300, LIGHTNING_DIST_BEAT_TIMEOUT=beats)

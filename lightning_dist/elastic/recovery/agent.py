@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.elastic.planned_stops import PlannedStops
+from lightning_dist.elastic.launcher.exits import PlannedStops
 from lightning_dist.elastic.private import close_output, store_of_rendezvous
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
 from lightning_dist.elastic.recovery.coordinator import (
@@ -33,7 +33,7 @@ from lightning_dist.elastic.recovery.coordinator import (
     RecoveryHost,
     RecoveryNode,
 )
-from lightning_dist.elastic.recovery.forks import ForkServer, runs_python
+from lightning_dist.elastic.launcher.forks import ForkServer, runs_python
 
 log = get_logger(__name__)
 

@@ -21,7 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 
 from lightning_dist.elastic.recovery.coordinator import CoordinatorSettings
-from lightning_dist.elastic.recovery.forks import installed_modules
+from lightning_dist.elastic.launcher.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
     NOT_YET,
     ROOT,

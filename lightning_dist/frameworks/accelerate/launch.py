@@ -5,7 +5,7 @@ Run as ``python -m lightning_dist.frameworks.accelerate.launch``.
 
 from __future__ import annotations
 
-from lightning_dist.elastic.planned_stops import exit_code_of_script
+from lightning_dist.elastic.launcher.exits import exit_code_of_script
 from lightning_dist.frameworks.accelerate.private import launch
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ class Campaign:
             alone = [*self.python, str(SCRIPTS["loop"]), str(folder)]
             _run(alone, folder / "alone.txt", {}, trial.bound)
             options = ["--monitor-interval=0.05", "--standalone", f"--nproc-per-node={RANKS}"]
-            launcher = [*self.python, "-m", "lightning_dist.elastic.agent", *options]
+            launcher = [*self.python, "-m", "lightning_dist.elastic.launcher", *options]
             script = ["--no-python", *self.python, str(SCRIPTS[trial.adapter]), str(folder)]
             settings = {"LIGHTNING_DIST_BEAT_TIMEOUT": str(trial.beat_timeout)}
             began = time.monotonic()

@@ -85,7 +85,7 @@ def test_workers_without_a_launcher_end_and_say_why(
     """Nobody could tell them who takes part."""
     log = tmp_path / "output"
     told = json.dumps({"epochs": 100_000})
-    words = [sys.executable, "-m", "lightning_dist.elastic.agent", "--standalone"]
+    words = [sys.executable, "-m", "lightning_dist.elastic.launcher", "--standalone"]
     words += ["--nproc-per-node=3", "--no-python", *quick_python]
     words += map(str, (LoopJob.script, tmp_path, told))
     with log.open("wb") as output:

@@ -193,7 +193,7 @@ def test_where_nobody_restarts_ranks_all_end_well() -> None:
     assert life.stop([(0, ""), (0, "SIGTERM")], is_saved=True) == 0
 
 
-OURS, STOCK = "lightning_dist.elastic.agent", "torch.distributed.run"
+OURS, STOCK = "lightning_dist.elastic.launcher", "torch.distributed.run"
 JOB = """
 import json, os, sys
 folder, codes = sys.argv[1], json.loads(sys.argv[2])

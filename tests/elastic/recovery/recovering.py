@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART
-from lightning_dist.elastic.recovery.forks import installed_modules
+from lightning_dist.elastic.launcher.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,

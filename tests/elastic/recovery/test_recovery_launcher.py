@@ -51,7 +51,7 @@ class Job:
         self.folder = folder
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         settings = {f"LIGHTNING_DIST_{name}": value for name, value in environment.items()}
-        words = ["-m", "lightning_dist.elastic.agent", "--monitor-interval=0.05", *options]
+        words = ["-m", "lightning_dist.elastic.launcher", "--monitor-interval=0.05", *options]
         worker = ["--no-python", *python, str(WORKER)] if without_python else [str(WORKER)]
         self._process = subprocess.Popen(
             [*(launcher or python), *words, *worker, str(folder)],

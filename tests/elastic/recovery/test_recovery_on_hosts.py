@@ -51,7 +51,7 @@ class Nodes(Written):
             }
             with self._log(node).open("wb") as log:
                 launcher = subprocess.Popen(
-                    [*words, "-m", "lightning_dist.elastic.agent", *options],
+                    [*words, "-m", "lightning_dist.elastic.launcher", *options],
                     env=environment_of(settings),
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -1,7 +1,7 @@
-"""torchrun with our agent: ``python -m lightning_dist.elastic.agent``.
+"""torchrun with our agent: ``python -m lightning_dist.elastic.launcher``.
 
 A planned stop is no failure
-(:class:`~lightning_dist.elastic.planned_stops.PlannedStops`), and workers that recover
+(:class:`~lightning_dist.elastic.launcher.exits.PlannedStops`), and workers that recover
 within their processes are replaced one by one
 (:class:`~lightning_dist.elastic.recovery.agent.RecoveringAgent`).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch.distributed import run
 
 from lightning_dist.base.features import AGENT
-from lightning_dist.elastic.planned_stops import PlannedStops, exit_code_of_script
+from lightning_dist.elastic.launcher.exits import PlannedStops, exit_code_of_script
 from lightning_dist.elastic.private import replace_agent
 
 

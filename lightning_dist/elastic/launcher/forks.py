@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.elastic.recovery import fork_server
-from lightning_dist.elastic.recovery.fork_server import (
+from lightning_dist.elastic.launcher import fork_server
+from lightning_dist.elastic.launcher.fork_server import (
     MESSAGE_BYTES,
     PR_SET_CHILD_SUBREAPER,
     READY,

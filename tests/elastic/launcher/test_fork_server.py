@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dist.elastic.recovery import forks
-from lightning_dist.elastic.recovery.forks import ForkedProcess, ForkServer, runs_python
+from lightning_dist.elastic.launcher import forks
+from lightning_dist.elastic.launcher.forks import ForkedProcess, ForkServer, runs_python
 
 LIMIT = 60.0
 FACTS = """
@@ -254,7 +254,7 @@ def test_the_server_ends_with_its_launcher(scripts: Scripts) -> None:
     """Also while it imports."""
     Path("hanging.py").write_text("import threading; print('here'); threading.Event().wait()")
     code = (
-        "import os, signal, sys; from lightning_dist.elastic.recovery.forks import ForkServer\n"
+        "import os, signal, sys; from lightning_dist.elastic.launcher.forks import ForkServer\n"
         "command = [sys.executable, '-u', 'script.py']\n"
         "server = ForkServer(command, environment=os.environ, modules=['hanging'])\n"
         "sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"

@@ -4,7 +4,7 @@
 
 ``SOCKET`` is the descriptor of a socket of packets to the launcher, ``COMMAND`` the script, or
 ``-m`` and a module, and its arguments. The launcher sends names of modules, and then a request per
-worker (:class:`~lightning_dist.elastic.recovery.forks.ForkServer`). The process is run by its path
+worker (:class:`~lightning_dist.elastic.launcher.forks.ForkServer`). The process is run by its path
 and imports the standard library only, so that ``sys.path`` is that of the script before any other
 module is imported.
 """

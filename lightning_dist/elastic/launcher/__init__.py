@@ -1,0 +1,1 @@
+"""The launcher: how workers are started, and what their ends mean."""
