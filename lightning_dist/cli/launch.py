@@ -55,7 +55,11 @@ def launch(context: typer.Context) -> None:
       --rdzv-endpoint H:P  rendezvous address; required for several nodes
       --config_file FILE   run accelerate launch with this file
       --torchrun           run torchrun even if accelerate is configured
+      --no-preload         import modules anew at every start of a worker
       --dry-run            print the command, do not run it
+
+    Restarted workers are forks of one process per node, which has imported the packages that the
+    first ones have imported; their scripts are read anew.
 
     With recovery within the process workers are replaced one by one, and nodes join and leave
     without a restart of the others. LIGHTNING_DIST_MIN_WORKERS, LIGHTNING_DIST_BEAT_TIMEOUT and

@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 
 from lightning_dist.cli import config_accelerate
 from lightning_dist.cli.config import require_possible
+from lightning_dist.elastic.launcher import PRELOAD
 from lightning_dist.settings import CONFIG, resolve
 from lightning_dist.settings.resolve import sidecar_of
 
 USAGE = "[OPTIONS] script.py [ARGUMENTS]"
-FLAGS = ("--dry-run", "--torchrun")
+FLAGS = ("--dry-run", "--torchrun", "--no-preload")
 """Ours; they do not reach the launcher."""
 SHARING = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 RESTARTS = 3
@@ -89,10 +90,18 @@ def plan_torchrun(words: Sequence[str], environ: Mapping[str, str], *, why: str)
         made.notes.append(f"{SHARING}=1 (a store for every start, and nodes can join)")
     elif fewest < most and environ.get(SHARING) != "1":
         made.notes.append(f"{SHARING} is {environ.get(SHARING)!r}: nodes will not be able to join")
+    _start_as_usual(made, given)
     options, after = cut(words, given)
     # Behind -- torchrun takes nothing for an option of its own, such as --n for --nnodes.
     made.arguments += ["-m", "lightning_dist.elastic.launcher", *options, *added, "--", *after]
     return made
+
+
+def _start_as_usual(made: LaunchPlan, given: Any) -> None:
+    """Let no worker be a fork, if the user says so."""
+    if given.no_preload:
+        made.environment[PRELOAD] = "0"
+        made.notes.append(f"{PRELOAD}=0 (each start of a worker imports its modules)")
 
 
 def parse_torchrun(words: Sequence[str], environ: Mapping[str, str]) -> Any:
@@ -224,6 +233,7 @@ def plan_accelerate(
     by_fsdp2 = _is_fsdp2(given, config)
     with resolved.named_in_errors():
         require_possible(resolved.options, shards=by_fsdp2)
+    _start_as_usual(made, given)
     options, after = cut(words, given)
     if given.config_file is None:
         options = [f"--config_file={file}", *options]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -111,3 +112,19 @@ def close_output(handler: Any) -> None:
 def store_of_rendezvous(handler: Any) -> Any:
     """The store of a rendezvous whose nodes may change."""
     return handler._store
+
+
+# torchrun has no option for how a worker's process is started.
+@contextmanager
+def handlers_from(make: Callable[..., Any]) -> Iterator[None]:
+    """Let torch's agent get the handlers of processes that it starts inside from ``make``."""
+    LAUNCH.require()
+    from torch.distributed.elastic import multiprocessing
+
+    api: Any = multiprocessing.api
+    usual = api.get_subprocess_handler
+    api.get_subprocess_handler = make
+    try:
+        yield
+    finally:
+        api.get_subprocess_handler = usual

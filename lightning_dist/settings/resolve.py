@@ -26,7 +26,7 @@ SIDECAR = "lightning_dist.yaml"
 PREFIX = "LIGHTNING_DIST_"
 CONFIG = f"{PREFIX}CONFIG"
 _OF_RECOVERY = ("RECOVERY_STORE", "WORKER", "MIN_WORKERS", "BEAT_TIMEOUT", "REPORT_TIMEOUT")
-OTHERS = tuple(f"{PREFIX}{name}" for name in ("HOSTNAME", *_OF_RECOVERY))
+OTHERS = tuple(f"{PREFIX}{name}" for name in ("HOSTNAME", "PRELOAD", *_OF_RECOVERY))
 """Variables with our prefix that are no settings of what travels."""
 _HEAD = "# Settings of lightning_dist for Accelerate; `lightning-dist config` writes this file.\n"
 

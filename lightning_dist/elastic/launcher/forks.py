@@ -1,21 +1,25 @@
-"""Workers that the launcher starts as forks of one process, which has imported their modules."""
+"""Starts of the workers of a launcher: forks of one process, which has imported their modules."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import site
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.elastic.launcher import fork_server
+from lightning_dist.elastic.launcher import PRELOAD, fork_server
 from lightning_dist.elastic.launcher.fork_server import (
     MESSAGE_BYTES,
+    OF_ONE_WORKER,
     PR_SET_CHILD_SUBREAPER,
     READY,
     prctl,
@@ -23,108 +27,237 @@ from lightning_dist.elastic.launcher.fork_server import (
 
 log = get_logger(__name__)
 
-START_SECONDS, FORK_SECONDS = 120.0, 5.0
+IMPORT_SECONDS, FORK_SECONDS = 60.0, 5.0
 """Time limits of the server: to import, and to fork."""
-_OF_ONE_WORKER = (
-    *("RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE", "LIGHTNING_DIST_WORKER"),
-)
+QUIET_SECONDS = 3.0
+"""Time without an import in any worker, after which the server imports what they have imported."""
 _ENDED = "it has ended"
 
 
-def installed_modules() -> list[str]:
-    """Modules of installed packages that this process has imported, in their order.
+def reason_for_usual_starts(command: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
+    """Why workers with ``command`` cannot be forks; empty if they can."""
+    if environ.get(PRELOAD) == "0":
+        return f"{PRELOAD}=0"
+    if sys.platform != "linux":
+        return f"forks need Linux, and this is {sys.platform}"
+    if tuple(command[:2]) != (sys.executable, "-u"):
+        return f"they run {command[0]}, and the launcher {sys.executable}"
+    return ""
 
-    Not those of the user: to import them may have effects that belong into a worker.
+
+class WorkerStarts:
+    """Starts of the workers of one launcher.
+
+    First workers are processes of their own, whose imports are recorded. When they import nothing
+    any more a server imports the same, and all that are started later are its forks.
     """
-    folders = (*site.getsitepackages(), site.getusersitepackages())
-    return [
-        name
-        for name, module in [*sys.modules.items()]
-        if name.startswith("lightning_dist.")
-        or str(getattr(module, "__file__", None)).startswith(folders)
-    ]
+
+    _last: tuple[Sequence[str], Mapping[str, str]]
+
+    def __init__(self) -> None:
+        self._usual: str | None = None  # the reason for usual starts; None: not known yet
+        self._journals: dict[int, int] = {}  # files by local rank
+        self._server: ForkServer | None = None
+        self._seen: dict[int, int] = {}  # bytes of each journal
+        self._changed = 0.0  # the last time that one of them grew
+        self._read = 0  # bytes that the server knows of
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        local_rank: int,
+        outputs: Sequence[int],
+    ) -> subprocess.Popen[bytes] | ForkedProcess:
+        """A worker.
+
+        Args:
+            outputs: descriptors of its stdout and stderr.
+        """
+        if self._usual is None:
+            self._usual = reason_for_usual_starts(command)
+            if self._usual and os.environ.get(PRELOAD) != "0":
+                log.warning("launch: workers cannot be forks: %s", self._usual)
+        self._last = command, environment
+        words, files = [*command], list[int]()
+        if not self._usual:
+            journal = self._journals.setdefault(local_rank, _new_journal())
+            if self._server is not None and (
+                forked := self._server.start(command, environment, files=[journal, *outputs])
+            ):
+                return forked
+            python, unbuffered, *script = command
+            record = [fork_server.__file__, "record", str(journal)]
+            words, files = [python, unbuffered, *record, *script], [journal]
+        stdout, stderr = outputs
+        return subprocess.Popen(
+            words,
+            env=environment,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=files,
+            start_new_session=True,
+        )
+
+    def look(self) -> None:
+        """Let the server import what workers have imported, if that is more and they are quiet.
+
+        To be called again and again while they run.
+        """
+        if self._usual or not self._journals or (self._server and self._server.is_closed):
+            return
+        sizes = {rank: os.fstat(journal).st_size for rank, journal in self._journals.items()}
+        now = time.monotonic()
+        if sizes != self._seen:
+            self._seen, self._changed = sizes, now
+        first = min(sizes)
+        if now - self._changed < QUIET_SECONDS or sizes[first] <= self._read:
+            return
+        if self._server is None:
+            self._server = ForkServer(*self._last, journal=self._journals[first])
+        if self._server.is_busy:
+            return
+        self._read = sizes[first]
+        alike, others = self._variables()
+        if others:
+            self._server.close(
+                f"the script sets {', '.join(others)} to another value on each rank before imports"
+            )
+        else:
+            self._server.read(self._read, variables=alike)
+
+    @property
+    def are_late(self) -> bool:
+        """Whether the server still imports: a worker that waits for it starts sooner."""
+        return self._server is not None and self._server.is_busy
+
+    def _variables(self) -> tuple[list[str], list[str]]:
+        """Variables that all workers have set: those with one value, and the others."""
+        by_rank = [_variables_of(journal) for journal in self._journals.values()]
+        common = set(by_rank[0]).intersection(*by_rank)
+        alike = {key for key in common if len({values[key] for values in by_rank}) == 1}
+        others = {key for key in common - alike if not key.endswith("_VISIBLE_DEVICES")}
+        return sorted(alike), sorted(others)
+
+    def close(self) -> None:
+        """End the server; the workers go on."""
+        if self._server is not None:
+            self._server.end()
+        for journal in self._journals.values():
+            os.close(journal)
+        self._journals = {}
 
 
-def runs_python(command: Sequence[str]) -> bool:
-    """Whether ``command`` is that of torchrun for a script or a module of Python."""
-    python = os.getenv("PYTHON_EXEC", sys.executable)
-    return sys.platform == "linux" and tuple(command[:2]) == (python, "-u")
+def _new_journal() -> int:
+    journal = os.memfd_create("imports")
+    fcntl.fcntl(journal, fcntl.F_SETFL, os.O_APPEND)
+    return journal
+
+
+def _variables_of(journal: int) -> dict[str, str | None]:
+    values: dict[str, str | None] = {}
+    text = os.pread(journal, os.fstat(journal).st_size, 0)
+    for line in map(json.loads, text.splitlines()):
+        values |= line.get("environment", {})
+    return values
 
 
 class ForkServer:
-    """The process that forks newcomers of this launcher, and ends with it.
+    """The process that forks workers of this launcher, and ends with it.
 
     Forks are children of the launcher. They have environment, arguments and output of their own,
     and what differs from another start is what the imports leave, such as the hash seed. When the
     server fails, workers that it has forked go on, and others are started as usual.
 
     Args:
-        command: of a worker, which :func:`runs_python`.
+        command: of a worker, for which :func:`reason_for_usual_starts` knows none.
         environment: of a worker.
-        modules: to import, those of the first workers.
+        journal: descriptor of a file with the imports of workers.
     """
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], modules: Sequence[str]
+        self, command: Sequence[str], environment: Mapping[str, str], *, journal: int
     ) -> None:
-        self._is_ready = False
-        self._start_by = time.monotonic() + START_SECONDS
+        self.is_closed = False
+        """It forks no more."""
+        self._read_by: float | None = None  # a deadline; None: it imports nothing
+        self._folder = os.getcwd()
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python, unbuffered, *script = command
-        shared = {key: environment[key] for key in environment if key not in _OF_ONE_WORKER}
+        shared = {key: environment[key] for key in environment if key not in OF_ONE_WORKER}
+        serve = [fork_server.__file__, "serve", str(journal), str(other.fileno())]
         with other:
-            self.process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                [python, unbuffered, fork_server.__file__, str(other.fileno()), *script],
+            self.process = subprocess.Popen(
+                [python, unbuffered, *serve, *script],
                 env=shared,
-                pass_fds=[other.fileno()],
+                pass_fds=[journal, other.fileno()],
                 start_new_session=True,
+                # Workers have written what imports write.
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
             )
+
+    def read(self, until: int, *, variables: Sequence[str]) -> None:
+        """Begin to import what the journal has.
+
+        Args:
+            until: its bytes.
+            variables: those that workers have set, and that the server sets before imports.
+        """
+        assert not self.is_busy
+        self._read_by = time.monotonic() + IMPORT_SECONDS
         try:
-            self._channel.send(json.dumps(modules).encode())
+            self._send({"until": until, "variables": [*variables]}, [])
         except OSError as error:
             self.close(str(error))
 
     @property
-    def is_starting(self) -> bool:
-        """Whether the server still imports: a worker that waits for it starts sooner."""
-        if self.process is None or self._is_ready:
+    def is_busy(self) -> bool:
+        """Whether the server still imports."""
+        if self.is_closed or self._read_by is None:
             return False
         self._channel.settimeout(0)
         try:
             message = self._channel.recv(MESSAGE_BYTES)
         except BlockingIOError:
-            if time.monotonic() > self._start_by:
-                self.close(f"it has not imported its modules in {START_SECONDS:g} s")
-            return self.process is not None
+            if time.monotonic() > self._read_by:
+                self.close(f"it has not imported their modules in {IMPORT_SECONDS:g} s")
+            return not self.is_closed
         except OSError as error:
             message = str(error).encode()
-        self._is_ready = message == READY
-        if not self._is_ready:
+        self._read_by = None
+        if message != READY:
             self.close(message.decode() or _ENDED)
         return False
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], *, outputs: Sequence[int]
+        self, command: Sequence[str], environment: Mapping[str, str], *, files: Sequence[int]
     ) -> ForkedProcess | None:
         """A worker; None where it has to be started as usual.
 
         A server that is late may still fork, therefore a worker waits until it is accepted.
 
         Args:
-            outputs: descriptors of its stdout and stderr.
+            files: descriptors of its journal, stdout and stderr.
         """
-        if self.process is None:
+        while self.is_busy:
+            time.sleep(0.01)
+        if self.is_closed:
             return None
-        request = {"command": [*command[2:]], "environment": dict(environment)}
+        request = {
+            "command": [*command[2:]],
+            "environment": dict(environment),
+            "folder": self._folder,
+        }
         accepted, accept = os.pipe()
         try:
-            prctl(PR_SET_CHILD_SUBREAPER, 1)
-            self._channel.settimeout(FORK_SECONDS)
-            files = [*outputs, accepted]
-            socket.send_fds(self._channel, [json.dumps(request).encode()], files)
-            if not (worker := self._channel.recv(MESSAGE_BYTES)):
-                raise BrokenPipeError
-            os.write(accept, b"1")
+            with _subreaper():
+                self._channel.settimeout(FORK_SECONDS)
+                self._send(request, [*files, accepted])
+                if not (worker := self._channel.recv(MESSAGE_BYTES)):
+                    raise BrokenPipeError
+                os.write(accept, b"1")
             return ForkedProcess(int(worker))
         except OSError as error:
             self.close(_ENDED if isinstance(error, BrokenPipeError) else str(error))
@@ -132,17 +265,33 @@ class ForkServer:
         finally:
             os.close(accepted)
             os.close(accept)
-            with suppress(OSError):
-                prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+    def _send(self, request: dict[str, Any], files: list[int]) -> None:
+        socket.send_fds(self._channel, [json.dumps(request).encode()], files)
 
     def close(self, reason: str) -> None:
         """Fork no more: workers are started as usual."""
-        log.warning("recovery: workers start without the fork server: %s", reason)
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-        self.process = None
-        self._channel.close()
+        log.warning("launch: workers cannot be forks of one process: %s", reason)
+        self.end()
+
+    def end(self) -> None:
+        """End the server's process."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.process.kill()
+            self.process.wait()
+            self._channel.close()
+
+
+@contextmanager
+def _subreaper() -> Iterator[None]:
+    """Orphans that appear inside become children of this process."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 class ForkedProcess:
@@ -175,3 +324,34 @@ class ForkedProcess:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
             time.sleep(0.01)
         return code
+
+
+class WorkerProcess(SubprocessHandler):
+    """A worker of torch's agent, started by ours.
+
+    Args:
+        starts: of the workers of this launcher.
+        appends: its output follows that of another worker in the same files.
+        **others: as torch's handler takes them.
+    """
+
+    def __init__(
+        self,
+        *,
+        starts: WorkerStarts,
+        appends: bool = False,
+        stdout: str | None,
+        stderr: str | None,
+        **others: Any,
+    ) -> None:
+        mode = "a" if appends else "w"
+        self._files: list[Any] = [open(path, mode) if path else None for path in (stdout, stderr)]  # noqa: SIM115
+        self._starts = starts
+        super().__init__(stdout=None, stderr=None, **others)
+
+    def _popen(self, args: Any, env: dict[str, str]) -> Any:
+        self._stdout, self._stderr = self._files
+        outputs = [
+            file.fileno() if file else descriptor for descriptor, file in enumerate(self._files, 1)
+        ]
+        return self._starts.start(args, env, local_rank=self.local_rank_id, outputs=outputs)

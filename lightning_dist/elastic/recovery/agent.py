@@ -25,7 +25,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.elastic.launcher.exits import PlannedStops
+from lightning_dist.elastic.launcher.agent import LauncherAgent
+from lightning_dist.elastic.launcher.forks import WorkerProcess
 from lightning_dist.elastic.private import close_output, store_of_rendezvous
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
 from lightning_dist.elastic.recovery.coordinator import (
@@ -33,7 +34,6 @@ from lightning_dist.elastic.recovery.coordinator import (
     RecoveryHost,
     RecoveryNode,
 )
-from lightning_dist.elastic.launcher.forks import ForkServer, runs_python
 
 log = get_logger(__name__)
 
@@ -47,7 +47,7 @@ ALL_STOP = (EXIT_RESTART, EXIT_UNSAVED, EXIT_LEAVE)
 """Exit codes that all workers have together."""
 
 
-class RecoveringAgent(PlannedStops):
+class RecoveringAgent(LauncherAgent):
     """An agent that replaces workers one by one while they are members of a generation.
 
     Every start of all workers has a store for recovery, hosted by the first node's agent. As long
@@ -61,8 +61,6 @@ class RecoveringAgent(PlannedStops):
     """The address of the store that was used last."""
     _is_recovering = False
     """A generation has been made in this start."""
-    _forks: ForkServer | None = None
-    """Server of forks, from the first generation on; None where workers cannot be forks."""
     _ended: dict[int, int]
     """Exit codes of processes that are not replaced, or not yet, by local rank."""
     _end_by: float
@@ -182,9 +180,9 @@ class RecoveringAgent(PlannedStops):
     def _recover(self, worker_group: WorkerGroup) -> RunResult:
         """Watch processes, and replace them, until all have ended or have to be restarted."""
         store_at = nodes_at = 0.0
-        self._forks = self._forks or self._start_fork_server()
         while True:
             now = time.monotonic()
+            self._starts.look()
             for local_rank, handler in self._running():
                 if (code := handler.proc.poll()) is not None:
                     self._note_end(local_rank, handler, code)
@@ -253,21 +251,11 @@ class RecoveringAgent(PlannedStops):
             if self._remaining_restarts == 0:
                 log.warning("recovery: max_restarts is reached; worker %s is not replaced", name)
                 return RunResult(WorkerState.FAILED, failures=self._failures())
-            if self._forks and self._forks.is_starting:
+            if self._starts.are_late:
                 continue
             self._remaining_restarts -= 1
             self._replace(worker_group.workers[local_rank])
         return None
-
-    def _start_fork_server(self) -> ForkServer | None:
-        """A server for newcomers, where all workers run the same script of Python."""
-        assert self._node is not None
-        context, spec = self._context, self._worker_group.spec
-        command = [*map(str, (context.entrypoint, *context.args[0]))]
-        if spec.numa_options is not None or not runs_python(command):
-            return None
-        environment = {**os.environ, **context.envs[0]}
-        return ForkServer(command, environment=environment, modules=self._node.modules())
 
     def _replace(self, worker: Worker) -> None:
         """Start the next process in the place of one that has ended."""
@@ -278,7 +266,9 @@ class RecoveringAgent(PlannedStops):
         if context.error_files[local_rank] != os.devnull:
             with suppress(FileNotFoundError):
                 os.unlink(context.error_files[local_rank])
-        handler = _Replacement(
+        handler = WorkerProcess(
+            starts=self._starts,
+            appends=True,
             entrypoint=context.entrypoint,
             args=context.args[local_rank],
             env=environment,
@@ -286,7 +276,6 @@ class RecoveringAgent(PlannedStops):
             stderr=context.stderrs[local_rank],
             local_rank_id=local_rank,
             numa_options=self._worker_group.spec.numa_options,
-            forks=self._forks,
         )
         context.subprocess_handlers[local_rank] = handler
         worker.id = handler.proc.pid
@@ -338,25 +327,6 @@ class RecoveringAgent(PlannedStops):
                 for local_rank, _ in self._running():
                     self._node.report_end(self._node.workers[local_rank], "its launcher ends it")
         self._close_recovery()
-
-
-class _Replacement(SubprocessHandler):
-    """A process, a fork if possible, whose output follows that of the one before."""
-
-    def __init__(
-        self, *, stdout: str, stderr: str, forks: ForkServer | None, **others: Any
-    ) -> None:
-        self._files = [open(path, "a") if path else None for path in (stdout, stderr)]  # noqa: SIM115
-        self._forks = forks
-        super().__init__(stdout=None, stderr=None, **others)
-
-    def _popen(self, args: Any, env: dict[str, str]) -> Any:
-        self._stdout, self._stderr = self._files
-        outputs = [
-            file.fileno() if file else descriptor for descriptor, file in enumerate(self._files, 1)
-        ]
-        forked = self._forks and self._forks.start(args, env, outputs=outputs)
-        return forked or super()._popen(args, env)
 
 
 def _how(code: int) -> str:

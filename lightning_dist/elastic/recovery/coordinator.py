@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -379,13 +378,6 @@ class RecoveryNode:
                 self._newest = decode_generation(self._store.get(Keys.generation(missed)))
                 self.refused.update(self._newest.refused)
         return self._newest
-
-    def modules(self) -> list[str]:
-        """Modules that the first workers have imported; none where no worker has written them."""
-        if not self._store.check([Keys.modules]):
-            return []
-        modules: list[str] = json.loads(self._store.get(Keys.modules))
-        return modules
 
     def is_over(self) -> bool:
         """Whether all workers of the newest generation, on all nodes, have ended with 0."""

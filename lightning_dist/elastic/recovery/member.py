@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import threading
 import time
@@ -21,7 +20,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 
 from lightning_dist.elastic.recovery.coordinator import CoordinatorSettings
-from lightning_dist.elastic.launcher.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
     NOT_YET,
     ROOT,
@@ -232,8 +230,6 @@ class Member:
         """
 
         def looks() -> Iterator[Generation | None]:
-            if not self.store.check([Keys.modules]):
-                self.store.set(Keys.modules, json.dumps(installed_modules()))
             self.store.set(
                 Keys.report(NOT_YET, self.name),
                 encode(WorkerReport(self.name, fingerprint=fingerprint)),

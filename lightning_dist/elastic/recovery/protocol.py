@@ -183,9 +183,6 @@ class Keys:
         """Set by the agent, or by the coordinator for whom no beats come; the reason."""
         return f"dead/{worker}"
 
-    modules = "modules"
-    """Modules that the first workers have imported, in JSON; for agents."""
-
     # Between agents and the coordinator only.
     workers = "workers"
     """The number of workers that agents have started."""

@@ -9,12 +9,21 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from lightning_dist.elastic.launcher import forks
-from lightning_dist.elastic.launcher.forks import ForkedProcess, ForkServer, runs_python
+from lightning_dist.elastic.launcher import PRELOAD, fork_server, forks
+from lightning_dist.elastic.launcher.forks import (
+    ForkedProcess,
+    ForkServer,
+    WorkerStarts,
+    reason_for_usual_starts,
+)
 
 LIMIT = 60.0
 FACTS = """
@@ -47,25 +56,34 @@ class Scripts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.servers: list[ForkServer] = []
+        self.starts: list[WorkerStarts] = []
+        self.journals: list[int] = []
 
     def command(self, code: str, *arguments: str) -> list[str]:
         (self.folder / "script.py").write_text(textwrap.dedent(code))
         return [sys.executable, "-u", "script.py", *arguments]
 
     def serve(self, command: Sequence[str], *modules: str) -> ForkServer:
+        """A server that imports these, as if a worker had imported them."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "0"}
-        self.servers.append(ForkServer(command, environment=environment, modules=modules))
-        return self.servers[-1]
+        self.journals.append(os.memfd_create("imports"))
+        for name in modules:
+            spec = find_spec(name)
+            origin = str(self.folder / f"{name}.py") if spec is None else spec.origin
+            line = json.dumps({"name": name, "origin": origin})
+            os.write(self.journals[-1], f"{line}\n".encode())
+        server = ForkServer(command, environment, journal=self.journals[-1])
+        self.servers.append(server)
+        server.read(os.fstat(self.journals[-1]).st_size, variables=[])
+        return server
 
     def fork(
         self, server: ForkServer, command: Sequence[str], **environment: str
     ) -> ForkedProcess | None:
         """A fork that writes to ``stdout`` and ``stderr`` of the folder."""
-        while server.is_starting:
-            time.sleep(0.01)
         with self._output("stdout") as stdout, self._output("stderr") as stderr:
-            outputs = [stdout.fileno(), stderr.fileno()]
-            return server.start(command, self.environment(**environment), outputs=outputs)
+            files = [self.journals[-1], stdout.fileno(), stderr.fileno()]
+            return server.start(command, self.environment(**environment), files=files)
 
     def forked(
         self, command: Sequence[str], *modules: str, server: ForkServer | None = None, **more: str
@@ -74,6 +92,23 @@ class Scripts:
         forked = self.fork(server or self.serve(command, *modules), command, **more)
         assert forked is not None
         return forked
+
+    def first(self, command: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+        """A first worker, whose imports are recorded."""
+        return self.start_of(self.workers(), command, rank=3, **environment)  # type: ignore[return-value]
+
+    def workers(self) -> WorkerStarts:
+        self.starts.append(WorkerStarts())
+        return self.starts[-1]
+
+    def start_of(
+        self, starts: WorkerStarts, command: Sequence[str], *, rank: int = 0, **environment: str
+    ) -> "subprocess.Popen[bytes] | ForkedProcess":
+        """The next worker of a launcher."""
+        variables = self.environment(**{"RANK": str(rank), "LOCAL_RANK": str(rank), **environment})
+        with self._output("stdout") as stdout, self._output("stderr") as stderr:
+            outputs = [stdout.fileno(), stderr.fileno()]
+            return starts.start(command, variables, local_rank=rank, outputs=outputs)
 
     def environment(self, **environment: str) -> Mapping[str, str]:
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -106,9 +141,10 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripts
     monkeypatch.chdir(tmp_path)
     found = Scripts(tmp_path)
     yield found
-    for server in found.servers:
-        if server.process is not None:
-            server.close("the test ends")
+    for each in (*found.servers, *found.starts):
+        each.end() if isinstance(each, ForkServer) else each.close()
+    for journal in found.journals:
+        os.close(journal)
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
@@ -121,25 +157,33 @@ def test_a_launcher_that_ends_without_a_fork_leaves_no_error(
         server._channel.settimeout(LIMIT)
         assert server._channel.recv(16, socket.MSG_PEEK)
     server._channel.close()
-    assert server.process is not None
     assert server.process.wait(LIMIT) == 0
     assert capfd.readouterr().err == ""
-    server.process = None
+    server.is_closed = True
 
 
+@pytest.mark.parametrize("is_first", [False, True])
 @pytest.mark.parametrize("as_module", [False, True])
-def test_a_fork_is_as_another_start(as_module: bool, scripts: Scripts) -> None:
+def test_a_worker_is_as_a_usual_start(as_module: bool, is_first: bool, scripts: Scripts) -> None:
     """By all that it sees of itself: module, arguments, environment, session, parent, files."""
     command = scripts.command(FACTS, "--rate", "0.1")
     if as_module:
         (scripts.folder / "package").mkdir()
         (scripts.folder / "script.py").rename(scripts.folder / "package" / "script.py")
         command[2:3] = ["-m", "package.script"]
-    usual = scripts.start(command, ONE="1")
+    usual = scripts.start(command, ONE="1", LOCAL_RANK="3")
     assert usual.wait(LIMIT) == 0
     expected = json.loads(scripts.take()), scripts.take("stderr")
-    assert scripts.forked(command, "json", ONE="1").wait(LIMIT) == 0
-    assert (json.loads(scripts.take()), scripts.take("stderr")) == expected
+    if is_first:
+        worker: Any = scripts.first(command, ONE="1")
+    else:
+        worker = scripts.forked(command, "json", ONE="1", LOCAL_RANK="3")
+    assert worker.wait(LIMIT) == 0
+    seen = json.loads(scripts.take()), scripts.take("stderr")
+    journal = {*seen[0]["files"]} - {*expected[0]["files"]}
+    assert len(journal) == 1  # which children do not inherit
+    seen[0]["files"] = expected[0]["files"]
+    assert seen == expected
     assert expected[0]["environment"]["RANK"] == "3"
 
 
@@ -186,13 +230,12 @@ def test_workers_outlive_the_server(scripts: Scripts, caplog: pytest.LogCaptureF
     os.mkfifo("end")
     server = scripts.serve(command)
     forked = scripts.forked(command, server=server)
-    assert server.process is not None
     server.process.kill()
     server.process.wait()
     assert scripts.fork(server, command) is None
     assert scripts.fork(server, command) is None
     (record,) = caplog.records
-    assert "workers start without the fork server" in record.message
+    assert "workers cannot be forks of one process: it has ended" in record.message
     Path("end").write_text("123")
     assert forked.wait(LIMIT) == 3
 
@@ -205,25 +248,24 @@ def test_a_server_with_threads_does_not_fork(
     )
     command = scripts.command("pass")
     assert scripts.fork(scripts.serve(command, "threaded"), command) is None
-    assert "its imports started 1 threads" in caplog.text
+    assert "the imports of the script started 1 threads" in caplog.text
 
 
 def test_a_server_that_hangs_is_given_up(
     scripts: Scripts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its imports, or later; a worker that it forks after that ends before the script."""
-    monkeypatch.setattr(forks, "START_SECONDS", 0.0)
+    monkeypatch.setattr(forks, "IMPORT_SECONDS", 0.0)
     Path("hanging.py").write_text("import threading; threading.Event().wait()")
     command = scripts.command("open('ran', 'w')")
     assert scripts.fork(scripts.serve(command, "hanging"), command) is None
-    assert "it has not imported its modules in 0 s" in caplog.text
+    assert "it has not imported their modules in 0 s" in caplog.text
     monkeypatch.undo()
     monkeypatch.chdir(scripts.folder)
     monkeypatch.setattr(forks, "FORK_SECONDS", 0.01)
     server = scripts.serve(command)
-    while server.is_starting:
+    while server.is_busy:
         time.sleep(0.01)
-    assert server.process is not None
     os.kill(server.process.pid, signal.SIGSTOP)
     assert scripts.fork(server, command) is None
     assert "timed out" in caplog.text
@@ -240,23 +282,31 @@ def test_forks_do_not_share_random_numbers(scripts: Scripts) -> None:
     assert not {*first.split()} & {*second.split()}
 
 
-def test_forks_have_a_rank_of_their_own_for_lightning(scripts: Scripts) -> None:
-    """It reads the rank at its import."""
+def test_forks_have_a_rank_of_their_own(scripts: Scripts) -> None:
+    """For Lightning and torchmetrics, which read it at their imports."""
+    modules = ["lightning.fabric.utilities.rank_zero", "torchmetrics.utilities.prints"]
     command = scripts.command(
-        "import lightning_utilities.core.rank_zero as z, os; print(z.rank_zero_only.rank)"
+        f"import {modules[0]} as one, {modules[1]} as two\n"
+        "print(one.rank_zero_only.rank, two.rank_zero_only.rank)"
     )
-    forked = scripts.forked(command, "lightning_utilities.core.rank_zero", RANK="2")
-    assert forked.wait(LIMIT) == 0
-    assert scripts.take() == "2\n"
+    server = scripts.serve(command, *modules)
+    assert scripts.forked(command, server=server, RANK="2", LOCAL_RANK="1").wait(LIMIT) == 0
+    assert scripts.take() == "2 1\n"
 
 
 def test_the_server_ends_with_its_launcher(scripts: Scripts) -> None:
     """Also while it imports."""
-    Path("hanging.py").write_text("import threading; print('here'); threading.Event().wait()")
+    Path("hanging.py").write_text(
+        "import threading; open('imports', 'w').close(); threading.Event().wait()"
+    )
     code = (
-        "import os, signal, sys; from lightning_dist.elastic.launcher.forks import ForkServer\n"
-        "command = [sys.executable, '-u', 'script.py']\n"
-        "server = ForkServer(command, environment=os.environ, modules=['hanging'])\n"
+        "import json, os, signal, sys\n"
+        "from lightning_dist.elastic.launcher.forks import ForkServer\n"
+        "command, journal = [sys.executable, '-u', 'script.py'], os.memfd_create('imports')\n"
+        "os.write(journal, json.dumps({'name': 'hanging', 'origin': ''}).encode())\n"
+        "server = ForkServer(command, os.environ, journal=journal)\n"
+        "server.read(os.fstat(journal).st_size, variables=[])\n"
+        "print(server.process.pid, flush=True)\n"
         "sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     launcher = subprocess.Popen(
@@ -266,12 +316,249 @@ def test_the_server_ends_with_its_launcher(scripts: Scripts) -> None:
         stdout=subprocess.PIPE,
     )
     assert launcher.stdout is not None
-    assert launcher.stdout.readline() == b"here\n"
-    assert launcher.communicate(timeout=LIMIT)[0] == b""  # nobody else has it open
+    server = psutil.Process(int(launcher.stdout.readline()))
+    deadline = time.monotonic() + LIMIT
+    while not Path("imports").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert launcher.communicate(timeout=LIMIT)[0] == b""
     assert launcher.wait() == -signal.SIGKILL
+    server.wait(LIMIT)
 
 
-def test_only_scripts_of_the_same_python_are_forked() -> None:
-    assert runs_python([sys.executable, "-u", "train.py"])
-    assert not runs_python(["train.sh", "-u"])
-    assert not runs_python(["numactl", "-C", "1", sys.executable, "-u", "train.py"])
+@pytest.mark.parametrize(
+    ("command", "environ", "reason"),
+    [
+        ([sys.executable, "-u", "train.py"], {}, ""),
+        ([sys.executable, "-u", "train.py"], {PRELOAD: "0"}, f"{PRELOAD}=0"),
+        (["train.sh", "-u"], {}, f"they run train.sh, and the launcher {sys.executable}"),
+        (["numactl", "-C", "1", sys.executable, "-u", "train.py"], {}, "they run numactl"),
+        (["/other/python", "-u", "train.py"], {}, "they run /other/python"),
+    ],
+)
+def test_only_scripts_of_the_same_python_are_forked(
+    command: list[str], environ: dict[str, str], reason: str
+) -> None:
+    found = reason_for_usual_starts(command, environ)
+    assert found.startswith(reason)
+    assert bool(found) == bool(reason)
+
+
+def test_a_command_that_cannot_be_forked_is_said_once(
+    scripts: Scripts, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts = scripts.workers()
+    for _ in range(2):
+        assert scripts.start_of(starts, ["true"]).wait(LIMIT) == 0
+    starts.look()
+    (record,) = caplog.records
+    assert "workers cannot be forks: they run true" in record.message
+
+
+# What a fork finds imported, beside what a worker of its own would have imported.
+
+
+class Job:
+    """Workers of one launcher with an installed package, and a server that imports at once.
+
+    Args:
+        package: source of the module ``installed``.
+        code: of the script.
+    """
+
+    def __init__(self, scripts: Scripts, package: str, code: str) -> None:
+        self.scripts, self.command = scripts, scripts.command(code)
+        self.starts = scripts.workers()
+        base = scripts.folder / "base"
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        site = base / "lib" / version / "site-packages"
+        site.mkdir(parents=True)
+        (site / "installed.py").write_text(textwrap.dedent(package))
+        paths = os.pathsep.join([str(site), *filter(None, sys.path)])
+        self.environment = {"PYTHONUSERBASE": str(base), "PYTHONPATH": paths}
+
+    def start(self, rank: int = 0, **environment: str) -> Any:
+        variables = {**self.environment, **environment}
+        return self.scripts.start_of(self.starts, self.command, rank=rank, **variables)
+
+    def run(self, rank: int = 0, **environment: str) -> tuple[str, bool]:
+        """Output of the next worker, and whether it was a fork."""
+        worker = self.start(rank, **environment)
+        assert worker.wait(LIMIT) == 0, self.scripts.take("stderr")
+        return self.scripts.take(), isinstance(worker, ForkedProcess)
+
+    def preload(self) -> None:
+        """Let the server import what workers have imported so far."""
+        deadline = time.monotonic() + LIMIT
+        self.starts.look()
+        while (self.starts._server is None or self.starts.are_late) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self.starts.look()
+
+
+@pytest.fixture
+def job(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Job]:
+    monkeypatch.setattr(forks, "QUIET_SECONDS", 0.0)
+    return partial(Job, scripts)
+
+
+IS_NEW = """
+    import sys, json
+    print("installed" in sys.modules, "own" in sys.modules)
+    import installed, own
+    import json.tool  # or the last import could not be seen
+"""
+
+
+def test_installed_modules_are_there_and_those_of_the_user_are_read_anew(
+    job: Callable[[str, str], Job],
+) -> None:
+    workers = job("", IS_NEW)
+    Path("own.py").write_text("print('one')")
+    assert workers.run() == ("False False\none\n", False)
+    Path("own.py").write_text("print('two!')")
+    workers.preload()
+    assert workers.run() == ("True False\ntwo!\n", True)
+    Path("script.py").write_text("print('another script')")
+    assert workers.run() == ("another script\n", True)
+
+
+def test_what_is_imported_later_is_imported_ahead_later(job: Callable[[str, str], Job]) -> None:
+    code = "import installed, sys, os; print('yaml' in sys.modules)\nif 'LATE' in os.environ:"
+    workers = job("import json", f"{code}\n    import yaml\nimport json.tool")
+    assert workers.run() == ("False\n", False)
+    workers.preload()
+    assert workers.run(LATE="1") == ("False\n", True)
+    workers.preload()
+    assert workers.run() == ("True\n", True)
+
+
+@pytest.mark.parametrize(
+    ("package", "code"),
+    [
+        (
+            "import os; VALUE = os.environ.get('SETTING')",
+            "os.environ['SETTING'] = 'a'\nimport installed; print(installed.VALUE)",
+        ),
+        (
+            "import os; VALUE = os.environ.get('SETTING')",
+            "os.environ.pop('SETTING', None)\nimport installed; print(installed.VALUE)",
+        ),
+        (
+            "import os; os.environ.setdefault('SETTING', 'b')",
+            "import installed; print(os.environ['SETTING'])",
+        ),
+        (
+            "import os; os.environ['SETTING'] = 'b'\nimport fractions",
+            "import installed; print(os.environ['SETTING'])",
+        ),
+        (
+            "import os; VALUE = os.getcwd()",
+            "os.chdir('/')\nimport installed; print(installed.VALUE)",
+        ),
+        (
+            "import logging; VALUE = bool(logging.root.handlers)",
+            "import logging; logging.basicConfig()\nimport installed; print(installed.VALUE)",
+        ),
+        ("import sys; VALUE = sys.argv", "import installed; print(installed.VALUE)"),
+        ("import sys; VALUE = sys.path[0]", "import installed; print(installed.VALUE)"),
+    ],
+)
+@pytest.mark.parametrize("setting", [{}, {"SETTING": "outer"}])
+def test_packages_see_what_they_would_have_seen(
+    package: str, code: str, setting: dict[str, str], job: Callable[[str, str], Job]
+) -> None:
+    """Variables that the script or the package sets, the folder, arguments, handlers."""
+    workers = job(package, f"import os\n{code}\nimport json.tool")
+    text, is_fork = workers.run(**setting)
+    assert not is_fork
+    workers.preload()
+    assert workers.run(**setting) == (text, True)
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "reason"),
+    [
+        (
+            "import os; VALUE = os.environ.get('SETTING')",
+            "import os; os.environ['SETTING'] = os.environ['RANK']\nimport installed",
+            "the script sets SETTING to another value on each rank before imports",
+        ),
+        (
+            "import os; VALUE = os.environ.get('LOCAL_RANK')",
+            "import installed",
+            "installed reads LOCAL_RANK at its import",
+        ),
+        (
+            "import os; open(f'imported-{os.getpid()}', 'w')\n"
+            "if sum(n.startswith('imported') for n in os.listdir()) > 2: raise OSError('no')",
+            "import installed",
+            "the import of installed raised OSError: no",
+        ),
+    ],
+)
+def test_imports_that_would_be_others_are_not_made_ahead(
+    package: str,
+    code: str,
+    reason: str,
+    job: Callable[[str, str], Job],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line says why, and workers start as usual."""
+    workers = job(package, f"{code}\nimport json.tool")
+    for rank in range(2):
+        assert workers.run(rank) == ("", False)
+    workers.preload()
+    assert f"workers cannot be forks of one process: {reason}" in caplog.text
+    assert not isinstance(workers.start(), ForkedProcess)
+    workers.starts.look()
+    assert len(caplog.records) == 1
+
+
+def test_visible_devices_may_differ(job: Callable[[str, str], Job]) -> None:
+    """They are read when a device is first used, in the fork."""
+    code = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['RANK']\nimport installed"
+    workers = job("", f"{code}\nimport json.tool")
+    for rank in range(2):
+        workers.run(rank)
+    workers.preload()
+    assert workers.run() == ("", True)
+
+
+def test_imports_that_fail_in_the_script_are_not_made_ahead(job: Callable[[str, str], Job]) -> None:
+    """As those of optional parts."""
+    workers = job(
+        "import no_such_module", "try:\n    import installed\nexcept ImportError: print('no')"
+    )
+    workers.command = workers.scripts.command(
+        "import yaml\ntry:\n    import installed\n"
+        "except ImportError:\n    print('no')\nimport json.tool",
+    )
+    assert workers.run() == ("no\n", False)
+    workers.preload()
+    assert workers.run() == ("no\n", True)
+
+
+def test_modules_that_are_only_looked_for_are_not_imported(job: Callable[[str, str], Job]) -> None:
+    code = """
+        import sys, yaml, importlib.util
+        print("installed" in sys.modules)
+        assert importlib.util.find_spec("installed")
+        import json.tool
+    """
+    workers = job("", code)
+    assert workers.run() == ("False\n", False)
+    workers.preload()
+    assert workers.run() == ("False\n", True)
+
+
+def test_an_open_device_is_a_reason_not_to_fork(scripts: Scripts) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {os.path.dirname(fork_server.__file__)!r})\n"
+        "import fork_server; print(repr(fork_server.reason_not_to_fork()))\n"
+        "fork_server._DEVICES, file = ('/dev/zero',), open('/dev/zero')\n"
+        "print(fork_server.reason_not_to_fork())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert done.stdout == "''\nthe imports of the script opened /dev/zero\n"

@@ -23,7 +23,6 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART
-from lightning_dist.elastic.launcher.forks import installed_modules
 from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,
@@ -80,7 +79,6 @@ def main(folder: Path) -> None:
     print(f"worker {name} has come", flush=True)
     threading.Thread(target=beat, args=(name,), daemon=True).start()
     store = connect()
-    store.set(Keys.modules, json.dumps(installed_modules()))
     while (folder / f"late-{name}").exists():
         time.sleep(LOOK)
     fingerprint = name if (folder / f"other-{name}").exists() else ""
