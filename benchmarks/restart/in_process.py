@@ -10,6 +10,8 @@ Loops around DDP with ``recovery="in_process"`` under ``lightning-dist launch``:
   state, in turns.
 - goodput: ranks killed one after the other, and how many steps are done of those that another job
   does in the same time without kills; with steps of one micro-batch and of several.
+- restart: a rank of two is killed and all are restarted, again and again: from the signal to the
+  first step that had not been done before, and the time of a first start, with and without forks.
 - others: a restart of all, torchrun, and torchft where it is installed: kill to the next step.
 
     python -m benchmarks.restart.in_process --trials N --seed S --json FILE
@@ -49,8 +51,15 @@ _GOODPUT_RANKS, _KILL_EVERY, _JITTER = 4, 2.75, 0.25
 """A kill shifts the steps after it: with a fixed period all would come in the same part of one."""
 _GOODPUT = ((1, 0.41), (4, 0.1))
 """Micro-batches of a step, and seconds of sleep in each: steps of 0.5 s, on 2 cores."""
-_WARM_UP = 10.0
+_WARM_UP = 25.0
 """Seconds of steps in which the launcher's fork server imports."""
+_EVERY_10 = {"codec": _CODEC, "parameters": _PARAMETERS, "seconds": 0.02, "every": 10}
+_RESTARTS: dict[str, tuple[str, Line]] = {
+    "Trainer": ("trainer", {**_EVERY_10, "sharded": False}),
+    "Trainer, FSDP2": ("trainer", {**_EVERY_10, "sharded": True}),
+    "ElasticLoop": ("ours", {**_EVERY_10, "recovery": "restart"}),
+}
+"""Trainings with a checkpoint every 10 steps."""
 _COST = ((0.05, 150, 150), (0.5, 20, 40))
 """Seconds of sleep in a step, and steps while the fork server imports, and after."""
 _TORCHFT = {"": {}, " (heartbeat_timeout_ms=1000)": {"heartbeat_timeout_ms": 1000}}
@@ -76,10 +85,13 @@ class Job:
         self._training = ["-m", module, way, str(folder), json.dumps(options)]
         self._settings = settings
         agent = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1000000"]
+        ours = ["-m", "lightning_dist.elastic.launcher", "--monitor-interval=0.05", *agent]
         launcher = {
-            "ours": ["-m", "lightning_dist.elastic.launcher", "--monitor-interval=0.05", *agent],
+            "ours": ours,
+            "trainer": ours,
             "torchrun": ["-m", "torch.distributed.run", *agent],
         }
+        self.began = time.time()
         self._by_us = way not in launcher
         self._processes = (
             [self._start(self._training) for _ in range(ranks)]
@@ -165,15 +177,22 @@ class Job:
         return {"left_s": left - began, "joined_s": joined - began, "pause_s": joined - max(before)}
 
     def restart(self, process: int) -> float:
-        """Seconds from the kill of a rank to the next step, of processes that are all new."""
+        """Seconds from the kill of a rank to a step that nobody had done, of new processes."""
         known, began = {*self.steps()}, time.time()
         os.kill(process, signal.SIGKILL)
 
-        def next_step() -> float | None:
-            new = [lines[0] for each, lines in self.steps().items() if each not in known]
-            return max(line["time"] for line in new) if len(new) == self._ranks else None
+        def new_step() -> float | None:
+            steps = self.steps()
+            done = max(line["step"] for each in known for line in steps[each])
+            firsts = [
+                next((line["time"] for line in lines if line["step"] > done), None)
+                for each, lines in steps.items()
+                if each not in known
+            ]
+            times = [each for each in firsts if each is not None]
+            return max(times) if len(times) == self._ranks else None
 
-        at: float = self.wait_for(next_step, "a step after the restart")
+        at: float = self.wait_for(new_step, "a step after the restart")
         return at - began
 
     def close(self) -> None:
@@ -309,6 +328,32 @@ def _steps_in(
     return done, [*{line["step"]: line["world"] for line in lines}.values()]
 
 
+def measure_restarts(root: str, draw: random.Random, *, trials: int, rounds: int) -> list[Line]:
+    """Rows: ways of training whose ranks are restarted, and first starts."""
+    rows = []
+    for name, (way, options) in _RESTARTS.items():
+        with running(way, root, ranks=2, options=options) as job:
+            job.all_there()
+            time.sleep(_WARM_UP)
+            found = []
+            for _ in range(trials):
+                found.append(job.restart(draw.choice(job.all_there())))
+                time.sleep(draw.uniform(0, 1))
+        print(name, [round(each, 2) for each in found], flush=True)
+        row = {"kind": "restart", "way": name, "trials": trials, "new_s": median(found)}
+        rows.append({**row, "new_max_s": max(found)})
+    way, options = _RESTARTS["Trainer"]
+    starts: dict[str, list[float]] = {"": [], "0": []}
+    for preload in [*starts] * rounds:
+        with running(way, root, ranks=2, options=options, LIGHTNING_DIST_PRELOAD=preload) as job:
+            job.all_there()
+            first = min(line["time"] for lines in job.steps().values() for line in lines)
+            starts[preload].append(first - job.began)
+    print(starts, flush=True)
+    row = {"kind": "first_start", "trials": rounds, "recorded_s": median(starts[""])}
+    return [*rows, {**row, "usual_s": median(starts["0"])}]
+
+
 def measure_others(root: str, draw: random.Random, *, trials: int) -> list[Line]:
     """A row for each way: from the kill of a rank to the next step."""
     rows = []
@@ -342,6 +387,7 @@ def main() -> None:
     parser.add_argument("--stops", type=int, default=4, help="ranks stopped")
     parser.add_argument("--kills", type=int, default=12, help="ranks killed for the goodput")
     parser.add_argument("--rounds", type=int, default=2, help="of steps without faults")
+    parser.add_argument("--restarts", type=int, default=30, help="ranks killed of each way")
     parser.add_argument("--others", type=int, default=3, help="ranks killed of each other way")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -357,6 +403,8 @@ def main() -> None:
             record.add(measure_cost(root, rounds=given.rounds))
         if given.kills:
             record.add(measure_goodput(root, draw, kills=given.kills))
+        if given.restarts:
+            record.add(measure_restarts(root, draw, trials=given.restarts, rounds=given.rounds))
         if given.others:
             record.add(measure_others(root, draw, trials=given.others))
 

@@ -43,7 +43,7 @@ def with_ours(folder: Path, options: dict[str, Any], note: Callable[[int, int], 
         folder / "ckpt",
         loader=DataLoader(TensorDataset(torch.randn(SAMPLES, 1)), batch_size=2),
         state={"model": model, "optimizer": optimizer},
-        every_n_train_steps=None if recovers else EVERY,
+        every_n_train_steps=None if recovers else options.get("every", EVERY),
         batch_policy=options.get("policy", "fixed_global_batch"),
         gradient_accumulation_steps=options.get("micro_batches", 1),
         recovery=options["recovery"],
@@ -61,6 +61,51 @@ def with_ours(folder: Path, options: dict[str, Any], note: Callable[[int, int], 
                 loop.step_done()
                 if loop.steps > before:
                     note(loop.steps, world)
+
+
+def with_trainer(folder: Path, options: dict[str, Any], note: Callable[[int, int], None]) -> None:
+    """A Trainer with ElasticRestart; ``sharded``: the model is in FSDP2."""
+    import lightning as L
+
+    import lightning_dist
+
+    class Net(L.LightningModule):
+        def configure_model(self) -> None:
+            if hasattr(self, "net"):
+                return
+            self.net, self.inputs = model_of(options)
+            if options["sharded"]:
+                from torch.distributed.fsdp import fully_shard
+
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            time.sleep(options["seconds"])
+            return loss_of(self.net, self.inputs, batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    class Note(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            note(trainer.global_step, trainer.world_size)
+
+    kind, format_ = ("compressed_fsdp", "sharded") if options["sharded"] else (None, "single")
+    place, every = folder / "ckpt", options["every"]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=kind or "compressed_ddp",
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            Note(),
+            lightning_dist.ElasticRestart(place, every_n_train_steps=every, format=format_),
+        ],
+    )
+    trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(SAMPLES, 1)), batch_size=2))
 
 
 def with_torchrun(folder: Path, options: dict[str, Any], note: Callable[[int, int], None]) -> None:
@@ -156,6 +201,7 @@ def loss_of(model: nn.Module, inputs: int, x: Tensor) -> Tensor:
 
 WAYS = {
     "ours": with_ours,
+    "trainer": with_trainer,
     "torchrun": with_torchrun,
     "torchft": with_torchft,
     "lighthouse": lighthouse,

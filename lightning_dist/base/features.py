@@ -143,6 +143,7 @@ def _warn_untested(package: str) -> None:
 
 
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
+_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _PYTORCH = "lightning.pytorch"
 _STRATEGIES = f"{_PYTORCH}.strategies"
@@ -224,7 +225,9 @@ LAUNCH = Feature(
     "2.7",
     {
         "torch.distributed.launcher.api": "LocalElasticAgent",
-        _AGENT: "_monitor_workers _remaining_restarts",
+        _AGENT: "_monitor_workers _remaining_restarts _start_workers",
+        "torch.distributed.elastic.multiprocessing.api": "get_subprocess_handler",
+        _HANDLER: "_popen _stderr _stdout",
         "torch.distributed.run": "get_args_parser",
     },
 )
@@ -238,9 +241,6 @@ AGENT = Feature(
             "_set_local_rank_env _shutdown _worker_group"
         ),
         "torch.distributed.elastic.multiprocessing.api:SubprocessContext": "subprocess_handlers",
-        "torch.distributed.elastic.multiprocessing.subprocess_handler:SubprocessHandler": (
-            "_popen _stderr _stdout"
-        ),
         "torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler": (
             "_store"
         ),
