@@ -342,6 +342,8 @@ def measure_restarts(root: str, draw: random.Random, *, trials: int, rounds: int
         print(name, [round(each, 2) for each in found], flush=True)
         row = {"kind": "restart", "way": name, "trials": trials, "new_s": median(found)}
         rows.append({**row, "new_max_s": max(found)})
+    if not rounds:
+        return rows
     way, options = _RESTARTS["Trainer"]
     starts: dict[str, list[float]] = {"": [], "0": []}
     for preload in [*starts] * rounds:

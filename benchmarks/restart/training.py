@@ -90,19 +90,22 @@ def with_trainer(folder: Path, options: dict[str, Any], note: Callable[[int, int
         def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
             note(trainer.global_step, trainer.world_size)
 
-    kind, format_ = ("compressed_fsdp", "sharded") if options["sharded"] else (None, "single")
+    strategy: Any = "compressed_ddp"
+    if options["sharded"]:
+        strategy = lightning_dist.CompressedModelParallelStrategy(options["codec"])
+    saved = "sharded" if options["sharded"] else "single"
     place, every = folder / "ckpt", options["every"]
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=kind or "compressed_ddp",
+        strategy=strategy,
         max_epochs=1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
             Note(),
-            lightning_dist.ElasticRestart(place, every_n_train_steps=every, format=format_),
+            lightning_dist.ElasticRestart(place, every_n_train_steps=every, format=saved),
         ],
     )
     trainer.fit(Net(), DataLoader(TensorDataset(torch.randn(SAMPLES, 1)), batch_size=2))
