@@ -328,7 +328,7 @@ def _steps_in(
     return done, [*{line["step"]: line["world"] for line in lines}.values()]
 
 
-def measure_restarts(root: str, draw: random.Random, *, trials: int, rounds: int) -> list[Line]:
+def measure_restarts(root: str, draw: random.Random, *, trials: int, starts: int) -> list[Line]:
     """Rows: ways of training whose ranks are restarted, and first starts."""
     rows = []
     for name, (way, options) in _RESTARTS.items():
@@ -342,18 +342,18 @@ def measure_restarts(root: str, draw: random.Random, *, trials: int, rounds: int
         print(name, [round(each, 2) for each in found], flush=True)
         row = {"kind": "restart", "way": name, "trials": trials, "new_s": median(found)}
         rows.append({**row, "new_max_s": max(found)})
-    if not rounds:
+    if not starts:
         return rows
     way, options = _RESTARTS["Trainer"]
-    starts: dict[str, list[float]] = {"": [], "0": []}
-    for preload in [*starts] * rounds:
+    firsts: dict[str, list[float]] = {"": [], "0": []}
+    for preload in [*firsts] * starts:
         with running(way, root, ranks=2, options=options, LIGHTNING_DIST_PRELOAD=preload) as job:
             job.all_there()
             first = min(line["time"] for lines in job.steps().values() for line in lines)
-            starts[preload].append(first - job.began)
-    print(starts, flush=True)
-    row = {"kind": "first_start", "trials": rounds, "recorded_s": median(starts[""])}
-    return [*rows, {**row, "usual_s": median(starts["0"])}]
+            firsts[preload].append(first - job.began)
+    print(firsts, flush=True)
+    row = {"kind": "first_start", "trials": starts, "recorded_s": median(firsts[""])}
+    return [*rows, {**row, "usual_s": median(firsts["0"])}]
 
 
 def measure_others(root: str, draw: random.Random, *, trials: int) -> list[Line]:
@@ -390,6 +390,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=12, help="ranks killed for the goodput")
     parser.add_argument("--rounds", type=int, default=2, help="of steps without faults")
     parser.add_argument("--restarts", type=int, default=30, help="ranks killed of each way")
+    parser.add_argument(
+        "--starts", type=int, default=5, help="first starts, with and without forks"
+    )
     parser.add_argument("--others", type=int, default=3, help="ranks killed of each other way")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
@@ -406,7 +409,7 @@ def main() -> None:
         if given.kills:
             record.add(measure_goodput(root, draw, kills=given.kills))
         if given.restarts:
-            record.add(measure_restarts(root, draw, trials=given.restarts, rounds=given.rounds))
+            record.add(measure_restarts(root, draw, trials=given.restarts, starts=given.starts))
         if given.others:
             record.add(measure_others(root, draw, trials=given.others))
 
