@@ -100,6 +100,12 @@ def give_back_restart(agent: Any) -> None:
     agent._remaining_restarts += 1
 
 
+# Nor is the end of them.
+def forgo_restarts(agent: Any) -> None:
+    """Let no restart come any more."""
+    agent._remaining_restarts = 0
+
+
 # A handler closes its files only where there is a process that it can signal.
 def close_output(handler: Any) -> None:
     """Close the files into which a process of torchrun has written, if there are any."""

@@ -13,10 +13,12 @@ from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.data.sharding import DataShards
 from lightning_dist.elastic.history import FINISHED, RunHistory, cost_line, start_line
 from lightning_dist.elastic.process.lifecycle import Ended, ProcessLifecycle, stop_line
+from lightning_dist.elastic.process.outcome import Outcome
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.protocol import OutageReport
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.ranks.agreement import Membership
+from lightning_dist.ranks.failures import is_of_collective
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.settings.run import RunSettings
 
@@ -62,6 +64,11 @@ class TrainingLoop:
     def warn(self, text: str) -> None:
         """Warn the user, on the leader."""
         raise NotImplementedError
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether an exchange of gradients has failed."""
+        return False
 
     def committed(self, event: Committed) -> None:
         """A checkpoint is durable; on the leader."""
@@ -421,8 +428,13 @@ class ElasticSession:
             stopped: it was :meth:`stop_if_requested`.
         """
         was_open, self._is_open = self._is_open, False
-        if error is not None and not stopped:
-            self.lifecycle.fail(error)
+        step = self._loop.steps if was_open else None
+        if stopped:
+            Outcome(step).write()
+        elif error is not None:
+            is_echo = is_of_collective(error) or (was_open and self._loop.has_failed)
+            self.lifecycle.fail(error, is_echo=is_echo)
+            Outcome.of(error, step=step, is_echo=is_echo).write(error)
         try:
             if was_open:
                 self.retention.close(patiently=error is None or stopped)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_dist.base.private import all_gather_single
 from lightning_dist.ranks import Topology, traffic
+from lightning_dist.ranks.failures import CollectiveError
 from lightning_dist.ranks.traffic import Sent
 
 _SLICE = 0.1
@@ -83,7 +84,7 @@ class WaitLimit:
             what: it is, for the message.
 
         Raises:
-            RuntimeError: the limit has passed, :meth:`give_up` was called, or ``work`` has
+            CollectiveError: the limit has passed, :meth:`give_up` was called, or ``work`` has
                 failed.
         """
         start = time.monotonic()
@@ -91,11 +92,11 @@ class WaitLimit:
         try:
             while True:
                 if self._given_up.is_set():
-                    raise RuntimeError(f"Gave up waiting for {what}")
+                    raise CollectiveError(f"Gave up waiting for {what}")
                 waited = time.monotonic() - start
                 left = _SLICE if self.seconds is None else self.seconds - waited
                 if left <= 0:
-                    raise RuntimeError(
+                    raise CollectiveError(
                         f"No answer from the other ranks within {self.seconds:g} s in {what}: a "
                         "rank has terminated, hangs, or is slower than that"
                     )
@@ -106,10 +107,18 @@ class WaitLimit:
                     return work.wait(timedelta(seconds=max(min(left, _SLICE), 0.001)))
                 except RuntimeError:
                     if work.is_completed():
-                        return work.wait()  # since then, or with an error of its own
+                        return _ended(work)  # since then, or with an error of its own
         finally:
             if over is not None:
                 over()
+
+
+def _ended(work: dist.Work) -> object:
+    """Result of a collective that has ended."""
+    try:
+        return work.wait()
+    except RuntimeError as error:
+        raise CollectiveError(str(error)) from error
 
 
 class Channel:

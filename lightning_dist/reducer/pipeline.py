@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_dist.ranks.failures import is_of_collective
 from lightning_dist.ranks.traffic import Sent
 from lightning_dist.reducer.network import Executor, Network
 from lightning_dist.reducer.plan.planner import Handle, Planner
@@ -26,7 +27,6 @@ from lightning_dist.reducer.step_end import (
     Adjustment,
     Answer,
     DelayedMeans,
-    DriftError,
     Recovery,
     add_residuals,
     agree,
@@ -308,7 +308,7 @@ class Pipeline:
             pauses = self._wants_pause
             return agree(finite, used, sums, self.network, pauses=pauses, meanwhile=meanwhile)
         except RuntimeError as error:
-            if recovery is None or isinstance(error, DriftError):
+            if recovery is None or not is_of_collective(error):
                 raise
             self._note(error)
             result = recovery.vote_result()
@@ -369,9 +369,8 @@ class Pipeline:
 
     @property
     def _failure_is_recovered(self) -> bool:
-        """True if recovery handles the failure, which is a RuntimeError of a collective."""
-        of_collective = isinstance(self.failure, RuntimeError)
-        return self.recovers and of_collective and not isinstance(self.failure, DriftError)
+        """True if recovery handles the failure, which is that of a collective."""
+        return self.recovers and self.failure is not None and is_of_collective(self.failure)
 
     @property
     def _wants_pause(self) -> bool:

@@ -157,6 +157,11 @@ class Sync(ABC):
         return self.reducer
 
     @property
+    def has_failed(self) -> bool:
+        """Whether an exchange has failed. DDP raises its error as one without a class."""
+        return self.reducer is not None and self.reducer.failure is not None
+
+    @property
     def closed(self) -> bool:
         """True once nothing is exchanged any more."""
         return self._reporter.closed

@@ -107,9 +107,28 @@ def _run(command: Sequence[str]) -> None:
     sys.modules["__main__"] = main
     sys.orig_argv = [sys.executable, "-u", *command]
     if command[0] == "-m":
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        with _failures_left():
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         return
     path = os.path.abspath(command[0])
+    with _failures_left():
+        _run_path(path)
+
+
+@contextmanager
+def _failures_left() -> Iterator[None]:
+    """Leave exceptions of a script that restarts to the launcher, if nobody has done it."""
+    try:
+        yield
+    except Exception as error:
+        outcomes = sys.modules.get(f"{_PACKAGE}.elastic.process.outcome")
+        if outcomes is not None:
+            outcomes.Outcome.of(error, step=None).write(error)
+        raise
+
+
+def _run_path(path: str) -> None:
+    main = sys.modules["__main__"]
     loader = SourceFileLoader("__main__", path)
     values = {"__file__": path, "__loader__": loader, "__cached__": None, "__builtins__": builtins}
     main.__dict__.update(values)

@@ -7,12 +7,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_dist.base.features import AGENT
 from lightning_dist.elastic.launcher.agent import LauncherAgent
 from lightning_dist.elastic.private import replace_agent
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
+from lightning_dist.elastic.process.outcome import Outcome
 
 
 def run_launcher(launch: Callable[[], object]) -> None:
@@ -52,11 +53,14 @@ def exit_code_of_script() -> Iterator[None]:
         traceback.print_exception(error)
         if isinstance(error, ChildFailedError):
             # Those that had to stop because of another have failed, too.
-            causes = [
-                failure for failure in error.failures.values() if failure.exitcode != EXIT_RESTART
-            ]
+            causes = [each for each in error.failures.values() if not _is_echo(each)]
             first = min(causes or error.failures.values(), key=lambda failure: failure.timestamp)
             code = first.exitcode
         else:
             code = error.returncode
         raise SystemExit(code if code > 0 else _SIGNALLED - code) from None
+
+
+def _is_echo(failure: ProcessFailure) -> bool:
+    outcome = Outcome.read(failure.message)
+    return failure.exitcode == EXIT_RESTART or (outcome is not None and outcome.is_echo)

@@ -118,6 +118,12 @@ class Objects:
         }
 
     @property
+    def has_failed(self) -> bool:
+        """Whether an exchange of a model has failed."""
+        own = (value for value in self._given.values() if isinstance(value, Sync))
+        return any(sync.has_failed for sync in (*own, *self._syncs))
+
+    @property
     def _syncs(self) -> list[Sync]:
         """Syncs of the models in DDP that are no objects of their own."""
         syncs = (sync_of(ddp) for ddp in self._wrapped)

@@ -232,6 +232,11 @@ class UserLoop(RecoverableLoop):
 
     @property
     @override
+    def has_failed(self) -> bool:
+        return self.objects.has_failed
+
+    @property
+    @override
     def epoch(self) -> int:
         return self.position.epoch
 

@@ -306,10 +306,14 @@ class ProcessLifecycle:
         elif self._watchdog is not None:
             self._watchdog.stop()
 
-    def fail(self, exception: BaseException) -> None:
-        """The training ends with an exception; others may have had it first."""
+    def fail(self, exception: BaseException, *, is_echo: bool) -> None:
+        """The training ends with an exception.
+
+        Args:
+            is_echo: another rank failed first, and a collective here for that reason.
+        """
         text = str(exception).strip().split("\n")[0][:200]
-        is_echo = is_of_a_peer(exception)
+        is_echo = is_echo or self.stop_requested  # a launcher's signal ends workers of a loader too
         self._history.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
         if is_echo and Launch.from_env().is_elastic:
             self.finish()
@@ -354,13 +358,3 @@ def stop_line(step: int, reasons: list[str], *, saved: int | None) -> str:
     if saved is not None:
         last = f"the last complete checkpoint is of step {saved}"
     return f"{line}, which could not be saved; {last}; see the warnings above"
-
-
-def is_of_a_peer(exception: BaseException) -> bool:
-    """Whether an exception says that another rank is gone; torch's are all RuntimeErrors."""
-    text = str(exception).lower()
-    signs = (
-        *("gloo", "nccl", "processgroup", "connection closed", "connection reset"),
-        "killed by signal: terminated",  # a worker of a loader, by the launcher
-    )
-    return isinstance(exception, RuntimeError) and any(sign in text for sign in signs)

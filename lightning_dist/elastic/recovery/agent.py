@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.elastic.launcher.agent import LauncherAgent
+from lightning_dist.elastic.launcher.agent import LauncherAgent, outcomes_of
 from lightning_dist.elastic.launcher.forks import WorkerProcess
 from lightning_dist.elastic.private import close_output, store_of_rendezvous
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
@@ -253,6 +253,10 @@ class RecoveringAgent(LauncherAgent):
                 return RunResult(WorkerState.FAILED, failures=self._failures())
             if self._starts.are_late:
                 continue
+            failure = self._failure_of(local_rank, worker_group.workers[local_rank].id, code)
+            self._end_if_stuck(outcomes_of([failure]))
+            if self._is_stuck:
+                return self._restart_all()
             self._remaining_restarts -= 1
             self._replace(worker_group.workers[local_rank])
         return None
@@ -301,13 +305,17 @@ class RecoveringAgent(LauncherAgent):
         for worker in self._worker_group.workers:
             code = self._ended.get(worker.local_rank, 0)
             if code:
-                failures[worker.global_rank] = ProcessFailure(
-                    local_rank=worker.local_rank,
-                    pid=worker.id,
-                    exitcode=code,
-                    error_file=self._context.error_files[worker.local_rank],
-                )
+                failure = self._failure_of(worker.local_rank, worker.id, code)
+                failures[worker.global_rank] = failure
         return failures
+
+    def _failure_of(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
+        return ProcessFailure(
+            local_rank=local_rank,
+            pid=pid,
+            exitcode=code,
+            error_file=self._context.error_files[local_rank],
+        )
 
     def _exit_barrier(self) -> None:
         """Let the store be there until all have seen that the job is over."""

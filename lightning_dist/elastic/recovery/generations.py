@@ -33,10 +33,11 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import new_group, set_group_timeout
 from lightning_dist.elastic.private import all_groups, forget_group_numbers
-from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, Ended, is_of_a_peer
+from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, Ended
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, WorkerReport
 from lightning_dist.ranks.agreement import Membership
+from lightning_dist.ranks.failures import CollectiveError, is_of_collective
 from lightning_dist.ranks.launch import RECOVERY_STORE, Launch
 
 log = get_logger(__name__)
@@ -45,6 +46,8 @@ log = get_logger(__name__)
 _CONNECT = timedelta(seconds=10)
 """Time limit of connecting the members of a generation, and of their first collectives."""
 _LAST_SECONDS = 2.0
+_KNOWN_SECONDS = 1.0
+"""Time in which the loss of a process is known to all workers."""
 
 
 def init_alone(*, timeout: timedelta | None = None) -> None:
@@ -267,10 +270,19 @@ class Generations:
         """A collective has failed; raises ``error`` if that is nobody's loss."""
         if isinstance(error, StoreLostError):
             self.end(str(error), code=EXIT_RESTART)
-        is_lost = is_of_a_peer(error) or isinstance(error, dist.DistError)
-        if not (self.member.is_broken or is_lost):
+        if not self.is_loss(error):
             raise error
         self.member.abort(str(error))
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether ``error`` is that of a collective, or comes with the loss of a member.
+
+        Code of a user's may wait for a collective outside of torch's functions. So this waits
+        until the loss of a member must be known here.
+        """
+        return isinstance(error, RuntimeError) and (
+            is_of_collective(error) or self.member.learns_of_loss(_KNOWN_SECONDS)
+        )
 
     def enter(
         self, generation: Generation, *, has_state: bool, failure: BaseException | None = None
@@ -303,7 +315,7 @@ class Generations:
             members = self._members = Membership(generation=number, make=self.groups.new)
         if self.member.is_broken:
             self.groups.shut()
-            raise RuntimeError("a member was lost while process groups were created")
+            raise CollectiveError("a member was lost while process groups were created")
         return members, data, control
 
     def _require_place(self, generation: Generation, *, has_state: bool) -> None:

@@ -30,6 +30,7 @@ from lightning_dist.elastic.recovery.protocol import (
     decode_generation,
     encode,
 )
+from lightning_dist.ranks.failures import CollectiveError
 from lightning_dist.ranks.launch import RECOVERY_STORE
 
 _T = TypeVar("_T")
@@ -205,6 +206,13 @@ class Member:
         """Whether this generation is known to be at its end."""
         return bool(self._reason)
 
+    def learns_of_loss(self, seconds: float) -> bool:
+        """Whether this generation is known to be at its end within so many seconds."""
+        end = time.monotonic() + seconds
+        while not self.is_broken and time.monotonic() < end:
+            time.sleep(_BUSY)
+        return self.is_broken
+
     @property
     def waiting(self) -> int:
         """Newcomers that the next generation admits, so that all should pause."""
@@ -279,7 +287,7 @@ class Member:
 
         Raises:
             StoreLostError: the store is gone, or they do not come.
-            RuntimeError: the generation is broken.
+            CollectiveError: the generation is broken.
         """
         key, size = Keys.met(self.generation.number), len(self.generation.members)
 
@@ -288,14 +296,16 @@ class Member:
             come = self.store.add(key, 1)
             while come < size and not self.is_broken:
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{size - come} members did not join within {_PATIENCE:g} s")
+                    raise CollectiveError(
+                        f"{size - come} members did not join within {_PATIENCE:g} s"
+                    )
                 yield None
                 time.sleep(_BUSY)
                 come = self.store.add(key, 0)
             yield come
 
         if self._ask(looks()) < size:
-            raise RuntimeError(f"a member was lost before all had arrived: {self._reason}")
+            raise CollectiveError(f"a member was lost before all had arrived: {self._reason}")
 
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, is_of_a_peer
+from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART
 from lightning_dist.elastic.recovery.generations import Generations, init_alone
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.recovery.regroup import settings_to_recover
@@ -248,9 +249,8 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         generations = self.generations
-        if generations is None or not isinstance(exception, RuntimeError):
-            return
-        if generations.member.is_broken or is_of_a_peer(exception):
+        if generations is not None and generations.is_loss(exception):
+            traceback.print_exception(exception)
             generations.member.abort(str(exception))
             generations.end(
                 "a rank was lost outside training steps and validation, in a collective that "

@@ -200,23 +200,28 @@ folder, codes = sys.argv[1], json.loads(sys.argv[2])
 starts = len(os.listdir(folder))
 if os.environ["RANK"] == "0":
     open(os.path.join(folder, f"start-{starts}"), "w").close()
+    if codes[starts] == 75:
+        from lightning_dist.elastic.process.outcome import Outcome
+        Outcome(int(sys.argv[3]) * starts).write()
     sys.exit(codes[starts])
 """
 
 
 @pytest.mark.parametrize(
-    ("module", "codes", "max_restarts", "starts", "said"),
+    ("module", "codes", "max_restarts", "starts", "said", "steps"),
     [
         # Between planned stops, failures cost as many restarts as ``max_restarts`` says.
-        pytest.param(OURS, [75, 1, 75, 75, 1, 0], 1, 5, "(exitcode: 1)", id="failures"),
-        pytest.param(OURS, [75, 0], 0, 2, "", id="a planned stop"),
-        pytest.param(OURS, [75, 75, 0], 1, 3, "", id="planned stops"),
-        pytest.param(OURS, [74, 0], 0, 1, "(exitcode: 74)", id="74"),
-        pytest.param(OURS, [76, 0], 0, 1, "(exitcode: 76)", id="76"),
+        pytest.param(OURS, [75, 1, 75, 75, 1, 0], 1, 5, "(exitcode: 1)", 1, id="failures"),
+        pytest.param(OURS, [75, 0], 0, 2, "", 1, id="a planned stop"),
+        pytest.param(OURS, [75, 75, 0], 1, 3, "", 1, id="planned stops"),
+        pytest.param(OURS, [74, 0], 0, 1, "(exitcode: 74)", 1, id="74"),
+        pytest.param(OURS, [76, 0], 0, 1, "(exitcode: 76)", 1, id="76"),
+        # The first start has done more than nothing.
+        pytest.param(OURS, [75, 75, 75, 0], 1, 3, "(exitcode: 75)", 0, id="no progress"),
         # An agent whose machine is lost does not come back: a failure to all others.
-        pytest.param(OURS, [77, 0], 3, 1, "SignalException", id="machine lost"),
+        pytest.param(OURS, [77, 0], 3, 1, "SignalException", 1, id="machine lost"),
         # What the documents say of it: a planned stop costs a restart.
-        pytest.param(STOCK, [75, 75, 0], 1, 2, "(exitcode: 75)", id="torchrun"),
+        pytest.param(STOCK, [75, 75, 0], 1, 2, "(exitcode: 75)", 1, id="torchrun"),
     ],
 )
 def test_a_job_ends_when_it_has_no_restarts_left(
@@ -225,6 +230,7 @@ def test_a_job_ends_when_it_has_no_restarts_left(
     max_restarts: int,
     starts: int,
     said: str,
+    steps: int,
     tmp_path: Path,
     quick_python: list[str],
 ) -> None:
@@ -233,7 +239,7 @@ def test_a_job_ends_when_it_has_no_restarts_left(
     script.write_text(JOB)
     folder.mkdir()
     launcher = [*quick_python, "-m", module, "--standalone", f"--max-restarts={max_restarts}"]
-    command = [*launcher, "--monitor-interval=0.05", script, folder, json.dumps(codes)]
+    command = [*launcher, "--monitor-interval=0.05", script, folder, json.dumps(codes), str(steps)]
     done = run(command, limit=110)
     last = codes[starts - 1] if module == OURS and "exitcode" in said else 1
     assert done.returncode == (last if said else 0), done.output

@@ -64,6 +64,12 @@ class TrainerLoop(TrainingLoop):
     def epoch(self) -> int:
         return self._trainer.current_epoch
 
+    @property
+    @override
+    def has_failed(self) -> bool:
+        sync = getattr(self._trainer.strategy, "sync", None)
+        return sync is not None and sync.has_failed
+
     @override
     def info(self, text: str) -> None:
         rank_zero.info(text)
