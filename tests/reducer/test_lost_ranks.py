@@ -15,6 +15,7 @@ from worlds import Rank, run_threads
 from lightning_dist.codecs import CODECS
 from lightning_dist.exchange.rounds import Exchange
 from lightning_dist.ranks.channel import PendingWork, WaitLimit
+from lightning_dist.ranks.failures import CollectiveError
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.settings.exchange import ExchangeSettings
@@ -57,7 +58,7 @@ class Lost:
 
     def wait(self) -> NoReturn:
         self._work.wait()
-        raise RuntimeError("Connection closed by peer")
+        raise CollectiveError("Connection closed by peer")
 
 
 def lose_answer(network: Network) -> None:

@@ -44,6 +44,7 @@ from lightning_dist.elastic.recovery.generations import GenerationGroups, Genera
 from lightning_dist.elastic.recovery.protocol import Keys
 from lightning_dist.elastic.recovery.step import RecoverableLoop
 from lightning_dist.ranks.channel import Channel
+from lightning_dist.ranks.failures import CollectiveError
 
 SIZE, BATCH, EPOCHS = 60, 4, 3
 LIMIT = 80.0
@@ -131,11 +132,23 @@ class Faults:
             await_true(lambda: self.lifecycle.stop_requested, "the signal is noted")
         elif action == "out of memory":
             raise MemoryError("[test]")
+        elif action == "hold":
+            hold_lock(9.0)
         elif action == "wait":
             (self._folder / "waiting").touch()
             await_file(self._folder / "go on")
         elif action is not None:
             os.kill(os.getpid(), SIGNALS[action])
+
+
+def hold_lock(seconds: float) -> None:
+    """Let no other thread of this process run, as a long call into C does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+    sys.setswitchinterval(before)
 
 
 def await_true(is_true: Callable[[], bool], what: str) -> None:
@@ -213,7 +226,7 @@ def watch_votes(folder: Path, faults: Faults, lost: list[Any]) -> None:
                 for worker, number, hears in lost:
                     if (worker, number) == (own, step):
                         await_file(folder / f"heard-{hears}-{step}")
-                        raise RuntimeError("[test] Connection closed by peer")
+                        raise CollectiveError("[test] Connection closed by peer")
                 return found
 
         return Answer()

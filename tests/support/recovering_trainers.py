@@ -43,6 +43,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
 from lightning_dist.frameworks.lightning.elastic.recovery import RecoverableTrainerLoop, Sections
+from lightning_dist.ranks.failures import CollectiveError
 
 
 class Module(pl.LightningModule):
@@ -195,7 +196,7 @@ def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -
     def missed() -> None:
         barrier()
         await_file(heard)
-        raise RuntimeError("[test] Connection closed by peer")
+        raise CollectiveError("[test] Connection closed by peer")
 
     Sections.commit = commit  # type: ignore[method-assign]
 

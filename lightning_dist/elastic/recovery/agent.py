@@ -37,8 +37,8 @@ from lightning_dist.elastic.recovery.coordinator import (
 
 log = get_logger(__name__)
 
-LOOK_SECONDS, STORE_SECONDS, NODES_SECONDS = 0.01, 0.05, 1.0
-"""Between looks at processes, at the store of recovery, and for nodes that wait."""
+LOOK_SECONDS, STORE_SECONDS, CPU_SECONDS, NODES_SECONDS = 0.01, 0.05, 0.5, 1.0
+"""Between looks at processes, at the store of recovery, at CPU times, and for nodes that wait."""
 END_SECONDS = 5.0
 """Time for workers to end by themselves where there can be no generation, and for launchers."""
 JOIN_TIMEOUT = timedelta(seconds=5)
@@ -179,7 +179,8 @@ class RecoveringAgent(LauncherAgent):
 
     def _recover(self, worker_group: WorkerGroup) -> RunResult:
         """Watch processes, and replace them, until all have ended or have to be restarted."""
-        store_at = nodes_at = 0.0
+        assert self._node is not None
+        store_at = nodes_at = cpu_at = 0.0
         while True:
             now = time.monotonic()
             self._starts.look()
@@ -193,6 +194,10 @@ class RecoveringAgent(LauncherAgent):
                 if (result := self._look_at_store(worker_group, now)) is not None:
                     return result
                 store_at = now + STORE_SECONDS
+            if now >= cpu_at:
+                for local_rank, handler in self._running():
+                    self._node.report_cpu(local_rank, handler.proc.pid)
+                cpu_at = now + CPU_SECONDS
             if now >= nodes_at:
                 try:
                     if worker_group.spec.rdzv_handler.num_nodes_waiting() > 0:

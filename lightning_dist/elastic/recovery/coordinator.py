@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -43,10 +44,12 @@ class CoordinatorSettings:
     Attributes:
         min_workers: with fewer all end, and are restarted from a checkpoint.
         max_workers: more are left waiting.
-        beat_timeout: seconds without a sign of life after which a worker is dead.
-        report_timeout: seconds that members have to come after the first, when a generation ends;
-            the longest time that a worker computes between two collectives, such as a validation of
-            its own. Who hangs there ends itself (``hang_timeout``).
+        beat_timeout: seconds without a sign of life after which a worker is dead: a heartbeat, or
+            CPU time that it uses.
+        report_timeout: seconds after which one that is busy without a heartbeat is dead. And those
+            that members have to come after the first, when a generation ends; the longest time
+            that a worker computes between two collectives, such as a validation of its own. Who
+            hangs there ends itself (``hang_timeout``).
     """
 
     min_workers: int = 1
@@ -117,6 +120,7 @@ class Coordinator:
         self._dead: dict[str, str] = {}
         self._done: dict[str, str] = {}
         self._beats: dict[str, tuple[bytes, float]] = {}
+        self._ticks: dict[str, tuple[bytes, float]] = {}  # CPU time
         self._polled = self._checked = float("-inf")
         self._ends = False  # whether this generation does
         self._reported: float | None = None  # since when a member of it has
@@ -196,12 +200,22 @@ class Coordinator:
                 last, since = self._beats.get(name, (b"", now))
                 if beat != last:
                     self._beats[name] = (beat, now)
-                elif now - since > self._settings.beat_timeout:
+                elif now - max(since, self._busy_until(name, now)) > self._settings.beat_timeout:
                     self._declare_dead(name, f"no heartbeat for {now - since:.1f} s")
+                elif now - since > self._settings.report_timeout:
+                    self._declare_dead(name, f"no heartbeat for {now - since:.1f} s, but busy")
         members = self.newest.members
         if members and not self.is_over and all(name in self._done for name in members):
             self.is_over = True
             self._store.set(Keys.over, "1")
+
+    def _busy_until(self, name: str, now: float) -> float:
+        """When a worker was last seen to use the CPU; it may hold the interpreter's lock."""
+        ticks = self._store.get(Keys.cpu(name)) if self._store.check([Keys.cpu(name)]) else b""
+        last, since = self._ticks.get(name, (b"", float("-inf")))
+        if ticks != last:
+            self._ticks[name], since = (ticks, now), now
+        return since
 
     def _declare_dead(self, name: str, reason: str) -> None:
         """Note that a worker is dead: its agent kills it, if it lives."""
@@ -400,6 +414,14 @@ class RecoveryNode:
         while (newest := self.newest()) != notified and str(worker) in newest.members:
             self._store.set(Keys.broken(newest.number), f"worker {worker}: {reason}")
             notified = newest
+
+    def report_cpu(self, local_rank: int, pid: int) -> None:
+        """Tell how much CPU time a worker has used, if its process is there."""
+        with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            # Behind the name, which may be anything, times in user and kernel mode are 11 and 12.
+            fields = file.read().rpartition(")")[2].split()
+            ticks = int(fields[11]) + int(fields[12])
+            self._store.set(Keys.cpu(str(self.workers[local_rank])), str(ticks))
 
     def leave(self) -> None:
         """This launcher does not need the store any more."""

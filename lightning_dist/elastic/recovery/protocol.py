@@ -179,6 +179,11 @@ class Keys:
         return f"beat/{worker}"
 
     @staticmethod
+    def cpu(worker: str) -> str:
+        """CPU time that ``worker`` has used, in clock ticks, as its agent sees it."""
+        return f"cpu/{worker}"
+
+    @staticmethod
     def dead(worker: str) -> str:
         """Set by the agent, or by the coordinator for whom no beats come; the reason."""
         return f"dead/{worker}"

@@ -41,6 +41,17 @@ def test_ranks_that_are_stopped_while_they_save_send_and_receive(
     assert " is repeated" not in job.output
 
 
+def test_a_rank_that_keeps_its_threads_from_running_is_not_dead(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    """The leader, for thrice the timeout of heartbeats: it sorts, or reads JSON."""
+    faults = [["0.0.0", "forward", STEP, "hold"]]
+    job = LoopJob(tmp_path, quick_python, beats="3", faults=faults)
+    job.require_exact()
+    assert set(job.members()) - {-1} == {0}
+    assert "no heartbeat" not in job.output
+
+
 @pytest.mark.parametrize("kind", some_exhaustive([LoopJob, TrainerJob], [LoopJob]))
 def test_a_rank_that_is_lost_again_and_again_while_it_comes_back(
     kind: type[LoopJob], tmp_path: Path, quick_python: list[str]

@@ -23,6 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch re-export
 )
 
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART
+from lightning_dist.elastic.process.outcome import Outcome
 from lightning_dist.elastic.recovery.protocol import (
     ROOT,
     Generation,
@@ -96,6 +97,7 @@ def main(folder: Path) -> None:
             if (told := folder / f"exit-{name}").exists():
                 code = int(told.read_text())
                 told.unlink()
+                Outcome(step + 1).write()  # it has done more than those before it
                 end(code)
             failed = store.check([Keys.broken(made.number)])
             if failed or store.check([pause := f"pause/{made.number}"]):

@@ -24,6 +24,7 @@ from lightning_dist.elastic.recovery.generations import GenerationGroups, Genera
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Worker, WorkerReport
 from lightning_dist.ranks.agreement import Ranks, StopConsensus
+from lightning_dist.ranks.failures import CollectiveError
 
 LIMIT = timedelta(seconds=30)
 
@@ -43,7 +44,7 @@ def generations(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[G
     """Of a worker whose peers are lost before it meets them."""
 
     def lose(member: Member) -> None:
-        raise RuntimeError("a member was lost")
+        raise CollectiveError("a member was lost")
 
     monkeypatch.setattr(Member, "rendezvous", lose)
     found = Generations(RecoveryEnvironment("127.0.0.1", server.port, Worker(0, 0, 0)))

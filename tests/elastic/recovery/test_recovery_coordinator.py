@@ -123,6 +123,25 @@ def test_who_does_not_beat_is_dead(three: Job) -> None:
     assert three.look().members == ("0.0.0", "0.2.0")
 
 
+def test_who_is_busy_without_a_beat_is_not_dead(three: Job) -> None:
+    """It holds the interpreter's lock, which its agent sees in its CPU time; not for ever."""
+    three.pass_time(2)
+    for tick in range(12):
+        three.store.set(Keys.cpu("0.1.0"), str(tick))
+        three.pass_time(1, silent=("0.1.0",))
+    assert not three.store.check([Keys.broken(0)])
+    three.pass_time(5.5, silent=("0.1.0",))
+    assert b"no heartbeat for " in three.store.get(Keys.dead("0.1.0"))
+
+
+def test_who_is_busy_without_a_beat_for_very_long_is_dead(three: Job) -> None:
+    three.pass_time(2)
+    for tick in range(22):
+        three.store.set(Keys.cpu("0.1.0"), str(tick))
+        three.pass_time(1, silent=("0.1.0",))
+    assert three.store.get(Keys.dead("0.1.0")).endswith(b", but busy")
+
+
 def test_who_never_beat_is_not_missed(three: Job) -> None:
     """It imports, which may take minutes."""
     three.start("0.3.0")
