@@ -76,7 +76,7 @@ def leave(limits: Iterable[WaitLimit]) -> None:
 def leave_before_the_vote(network: Network, limits: Iterable[WaitLimit]) -> None:
     def gone(*arguments: Any, **named: Any) -> NoReturn:
         leave(limits)
-        raise RuntimeError("this rank is gone")
+        raise CollectiveError("this rank is gone")
 
     network.control.all_reduce = gone  # type: ignore[method-assign]
 

@@ -18,6 +18,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.elastic.recovery.regroup import ResidualMirror
 from lightning_dist.ranks.channel import Channel, WaitLimit
+from lightning_dist.ranks.failures import CollectiveError
 from lightning_dist.reducer.plan.slices import ParameterSlice
 from lightning_dist.reducer.state import ReducerState
 
@@ -182,7 +183,7 @@ def leave_in_the_host(channel: Channel, limits: Iterable[WaitLimit]) -> None:
 
     def gone(*arguments: Any, **named: Any) -> NoReturn:
         leave(limits)
-        raise RuntimeError("this rank is gone")
+        raise CollectiveError("this rank is gone")
 
     channel.all_gather = gone  # type: ignore[method-assign]
     channel.broadcast = gone  # type: ignore[method-assign]

@@ -59,7 +59,8 @@ class LauncherAgent(LocalElasticAgent):
         if result.state == WorkerState.FAILED:
             outcomes = outcomes_of(result.failures.values())
             has_advanced = self._progress.advanced(outcomes)
-            if self._is_planned(codes) and has_advanced:
+            # Without a code no worker has ended: the store of all is lost with its launcher.
+            if self._is_planned(codes) and (has_advanced or not codes):
                 log.info("Planned stop: its restart does not count towards max_restarts")
                 give_back_restart(self)
             self._end_if_stuck(outcomes)

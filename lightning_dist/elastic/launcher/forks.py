@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def reason_for_usual_starts(command: Sequence[str], environ: Mapping[str, str] =
     if sys.platform != "linux":
         return f"forks need Linux, and this is {sys.platform}"
     if tuple(command[:2]) != (sys.executable, "-u"):
-        return f"they run {command[0]}, and the launcher {sys.executable}"
+        return f"they run `{shlex.join(command[:2])}`, not a script in {sys.executable}"
     return ""
 
 

@@ -195,8 +195,8 @@ class RecoveringAgent(LauncherAgent):
                     return result
                 store_at = now + STORE_SECONDS
             if now >= cpu_at:
-                for local_rank, handler in self._running():
-                    self._node.report_cpu(local_rank, handler.proc.pid)
+                for local_rank, _ in self._running():
+                    self._node.report_cpu(local_rank)
                 cpu_at = now + CPU_SECONDS
             if now >= nodes_at:
                 try:

@@ -415,13 +415,16 @@ class RecoveryNode:
             self._store.set(Keys.broken(newest.number), f"worker {worker}: {reason}")
             notified = newest
 
-    def report_cpu(self, local_rank: int, pid: int) -> None:
-        """Tell how much CPU time a worker has used, if its process is there."""
-        with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+    def report_cpu(self, local_rank: int) -> None:
+        """Tell how much CPU time a worker has used, once it has told its process."""
+        name = str(self.workers[local_rank])
+        if not self._store.check([Keys.process(name)]):
+            return
+        process = self._store.get(Keys.process(name)).decode()
+        with suppress(OSError), open(f"/proc/{process}/stat") as file:
             # Behind the name, which may be anything, times in user and kernel mode are 11 and 12.
             fields = file.read().rpartition(")")[2].split()
-            ticks = int(fields[11]) + int(fields[12])
-            self._store.set(Keys.cpu(str(self.workers[local_rank])), str(ticks))
+            self._store.set(Keys.cpu(name), str(int(fields[11]) + int(fields[12])))
 
     def leave(self) -> None:
         """This launcher does not need the store any more."""

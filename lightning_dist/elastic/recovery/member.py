@@ -178,6 +178,7 @@ class Member:
         self.generation = Generation(NOT_YET)
         self.store = environment.connect()
         """Client for process groups and reports; used by one thread at a time."""
+        self.store.set(Keys.process(self.name), str(os.getpid()))
         self._watched = environment.connect()
         self._on_broken = on_broken
         self.progress: Callable[[], int] = lambda: 0

@@ -179,6 +179,11 @@ class Keys:
         return f"beat/{worker}"
 
     @staticmethod
+    def process(worker: str) -> str:
+        """Process of ``worker``, which its agent may have started by a script."""
+        return f"process/{worker}"
+
+    @staticmethod
     def cpu(worker: str) -> str:
         """CPU time that ``worker`` has used, in clock ticks, as its agent sees it."""
         return f"cpu/{worker}"

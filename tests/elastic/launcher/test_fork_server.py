@@ -330,9 +330,9 @@ def test_the_server_ends_with_its_launcher(scripts: Scripts) -> None:
     [
         ([sys.executable, "-u", "train.py"], {}, ""),
         ([sys.executable, "-u", "train.py"], {PRELOAD: "0"}, f"{PRELOAD}=0"),
-        (["train.sh", "-u"], {}, f"they run train.sh, and the launcher {sys.executable}"),
-        (["numactl", "-C", "1", sys.executable, "-u", "train.py"], {}, "they run numactl"),
-        (["/other/python", "-u", "train.py"], {}, "they run /other/python"),
+        (["train.sh", "-u"], {}, f"they run `train.sh -u`, not a script in {sys.executable}"),
+        (["numactl", "-C", "1", sys.executable, "-u", "train.py"], {}, "they run `numactl"),
+        (["/other/python", "-u", "train.py"], {}, "they run `/other/python"),
     ],
 )
 def test_only_scripts_of_the_same_python_are_forked(
@@ -351,7 +351,7 @@ def test_a_command_that_cannot_be_forked_is_said_once(
         assert scripts.start_of(starts, ["true"]).wait(LIMIT) == 0
     starts.look()
     (record,) = caplog.records
-    assert "workers cannot be forks: they run true" in record.message
+    assert "workers cannot be forks: they run `true`" in record.message
 
 
 # What a fork finds imported, beside what a worker of its own would have imported.

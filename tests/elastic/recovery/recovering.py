@@ -64,6 +64,7 @@ def next_generation(store: PrefixStore, name: str, after: int) -> Generation:
         if store.check([Keys.newest]):
             made = decode_generation(store.get(Keys.generation(int(store.get(Keys.newest)))))
             if made.ends:
+                Outcome(made.step).write()
                 os._exit(EXIT_RESTART)
             if name in made.refused:
                 os._exit(1)
@@ -113,4 +114,5 @@ if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]))
     except RuntimeError:  # the store is gone
+        Outcome(0).write()
         sys.exit(EXIT_RESTART)
