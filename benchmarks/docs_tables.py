@@ -80,6 +80,7 @@ SECTIONS: dict[str, tuple[str | tuple[str, ...], Callable[..., str | None]]] = {
     "restart-campaign": ("faults_restart", restart.CAMPAIGN),
     "restart-loop": ("faults_restart_loop", restart.LOOP_CAMPAIGN),
     "restart-resume": ("restart_resume", restart.RESUME),
+    "restart-forks": ("restart_in_process", restart.RESTART),
     "restart-in-process": ("restart_in_process", restart.IN_PROCESS),
     "restart-in-process-others": ("restart_in_process", restart.IN_PROCESS_OTHERS),
     "restart-rendezvous": ("restart_rendezvous", restart.RENDEZVOUS),

@@ -95,6 +95,33 @@ RESUME = Table(
 )
 
 
+def _restart_text(meta: Any, rows: Rows) -> str:
+    text = (
+        "`lightning-dist launch`, 2 ranks of one node, 1 M parameters, `int8`, steps of 20 ms of "
+        "sleep, a checkpoint every 10 steps; ranks killed at random moments; medians. Until a step "
+        "that had not been done before, by forks."
+    )
+    for row in (row for row in rows if row["kind"] == "first_start"):
+        text += (
+            f" A first start takes {row['recorded_s']:.1f} s to its first step, and "
+            f"{row['usual_s']:.1f} s with `--no-preload` ({row['trials']} of each, in turns)."
+        )
+    return text + _renewed(meta, "restart")
+
+
+RESTART = Table(
+    kinds=("restart", "first_start"),
+    lines=lambda rows: [row for row in rows if row["kind"] == "restart"],
+    columns=[
+        ("", "{way}"),
+        ("trials", "{trials}"),
+        ("kill to the first new step", "{new_s:.2f} s"),
+        ("at most", "{new_max_s:.2f} s"),
+    ],
+    text=_restart_text,
+)
+
+
 IN_PROCESS = Table(
     has="left_s",
     columns=[
