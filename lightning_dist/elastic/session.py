@@ -13,12 +13,12 @@ from lightning_dist.elastic.data.plan import Layout, Position, lr_factor
 from lightning_dist.elastic.data.sharding import DataShards
 from lightning_dist.elastic.history import FINISHED, RunHistory, cost_line, start_line
 from lightning_dist.elastic.process.lifecycle import Ended, ProcessLifecycle, stop_line
-from lightning_dist.elastic.process.outcome import Outcome
+from lightning_dist.elastic.process.outcome import Outcome, forget_outcome
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.protocol import OutageReport
 from lightning_dist.elastic.retention import Retention
 from lightning_dist.ranks.agreement import Membership
-from lightning_dist.ranks.failures import is_of_collective
+from lightning_dist.ranks.failures import is_of_collective, is_of_loader
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.settings.run import RunSettings
 
@@ -132,6 +132,7 @@ class ElasticSession:
             CheckpointError: there are checkpoints, and none is complete.
         """
         self._loop, self._saved_step, self.resumed = loop, -1, None
+        forget_outcome()
         folder = self.settings.folder
         self.history.open(folder, ranks=self.members.ranks, seed=self.settings.seed)
         self._retention = self._retained(loop)
@@ -429,12 +430,18 @@ class ElasticSession:
         """
         was_open, self._is_open = self._is_open, False
         step = self._loop.steps if was_open else None
+        begun = 0 if self.resumed is None else self.resumed.total_steps
         if stopped:
-            Outcome(step).write()
+            Outcome(step, begun=begun).write()
         elif error is not None:
-            is_echo = is_of_collective(error) or (was_open and self._loop.has_failed)
+            is_echo = (
+                is_of_collective(error)
+                or (was_open and self._loop.has_failed)
+                # A launcher's signal ends workers of a loader, too.
+                or (self.lifecycle.stop_requested and is_of_loader(error))
+            )
             self.lifecycle.fail(error, is_echo=is_echo)
-            Outcome.of(error, step=step, is_echo=is_echo).write(error)
+            Outcome.of(error, step=step, begun=begun, is_echo=is_echo).write(error)
         try:
             if was_open:
                 self.retention.close(patiently=error is None or stopped)

@@ -9,9 +9,11 @@ import torch.distributed as dist
 _COLLECTIVES = (
     *("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"),
     *("torch.distributed._functional_collectives", "torch.distributed.nn.functional"),
-    "torch.distributed.utils",
+    *("torch.distributed.utils", "torch.nn.parallel.distributed"),
+    *("torch.distributed.fsdp._fully_shard._fsdp_collectives",),
+    *("torch.distributed.fsdp._fully_shard._fsdp_param_group",),
 )
-"""Modules of torch in which a collective raises its error."""
+"""Modules of torch in which a collective raises its error, or a wait for one."""
 
 
 class CollectiveError(RuntimeError):
@@ -25,7 +27,14 @@ def is_of_collective(error: BaseException) -> bool:
     """
     if isinstance(error, CollectiveError | dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and _raised_in(error.__traceback__) in _COLLECTIVES
+    # One that is derived from it, such as OutOfMemoryError, says something else.
+    return type(error) is RuntimeError and _raised_in(error.__traceback__) in _COLLECTIVES
+
+
+def is_of_loader(error: BaseException) -> bool:
+    """Whether a loader raised ``error`` because a worker of it has ended."""
+    is_torchs = _raised_in(error.__traceback__).startswith("torch.utils.data.")
+    return type(error) is RuntimeError and is_torchs
 
 
 def _raised_in(traceback: TracebackType | None) -> str:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.base.private import loss_scale_of, map_tensors
 from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
+from lightning_dist.ranks.failures import is_of_collective
 
 if TYPE_CHECKING:
     import torch
@@ -158,8 +159,9 @@ class Sync(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether an exchange has failed. DDP raises its error as one without a class."""
-        return self.reducer is not None and self.reducer.failure is not None
+        """Whether a collective of an exchange failed. DDP raises its error without its class."""
+        failure = None if self.reducer is None else self.reducer.failure
+        return failure is not None and is_of_collective(failure)
 
     @property
     def closed(self) -> bool:

@@ -59,12 +59,15 @@ class LauncherAgent(LocalElasticAgent):
         if result.state == WorkerState.FAILED:
             outcomes = outcomes_of(result.failures.values())
             has_advanced = self._progress.advanced(outcomes)
-            # Without a code no worker has ended: the store of all is lost with its launcher.
-            if self._is_planned(codes) and (has_advanced or not codes):
+            if self._is_planned(codes) and self._costs_nothing(has_advanced):
                 log.info("Planned stop: its restart does not count towards max_restarts")
                 give_back_restart(self)
             self._end_if_stuck(outcomes)
         return result
+
+    def _costs_nothing(self, has_advanced: bool) -> bool:
+        """Whether a planned stop does not count towards ``max_restarts``."""
+        return has_advanced
 
     def _end_if_stuck(self, outcomes: Sequence[Outcome]) -> None:
         """Restart no more if that is useless."""

@@ -1,37 +1,38 @@
-"""A worker whose imports are recorded, and a process that has imported the same and forks workers.
+"""A worker whose imports are recorded, and a process that makes the same and forks workers.
 
     python -u fork_server.py record JOURNAL COMMAND...
-    python -u fork_server.py serve JOURNAL SOCKET COMMAND...
+    python -u fork_server.py serve PLAN SOCKET COMMAND...
 
-``COMMAND`` is the script, or ``-m`` and a module, and its arguments. ``JOURNAL`` is the descriptor
-of a file of JSON lines, which workers append and the server reads; ``SOCKET`` that of a socket of
-packets to the launcher (:class:`~lightning_dist.elastic.launcher.forks.ForkServer`). The file is
-run by its path and imports the standard library only, so that ``sys.path`` is that of the script
-before any other module is imported.
+``COMMAND`` is the script, or ``-m`` and a module, and its arguments. ``JOURNAL`` is the path of a
+file of JSON lines that a worker appends to, ``PLAN`` that of one that the launcher makes of the
+journals of all workers (:class:`~lightning_dist.elastic.launcher.forks.WorkerStarts`); ``SOCKET``
+is the descriptor of a socket of packets to the launcher. This file is run by its path and imports
+the standard library only, so that ``sys.path`` is that of the script before any other module is
+imported.
 
-Only modules of installed packages are imported ahead. What packages read while they are imported
-is recorded with them (variables that the script has set, the folder, whether the root logger has
-handlers), and the server has the same when it imports them.
+Only modules of installed packages are imported ahead. Some of what packages may read while they
+are imported is recorded with them, and the server has the same when it imports them: variables that
+the script has set, the folder, and whether the root logger has handlers.
 """
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import ctypes
 import gc
 import importlib
+import importlib.util
+import inspect
 import json
 import logging
 import os
-import runpy
 import signal
 import site
 import socket
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
@@ -43,6 +44,7 @@ OF_ONE_WORKER = (
     *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "ROLE_NAME", "LIGHTNING_DIST_WORKER"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
+    "LIGHTNING_DIST_RECOVERY_STORE",
 )
 """Variables that differ between workers, or between starts."""
 _RANK_ZERO = {
@@ -60,21 +62,21 @@ _MAPPINGS = ("os", "collections.abc", "_collections_abc")
 """Modules through which variables are read."""
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/habanalabs")
 _PACKAGE = "lightning_dist"
+_ONCE_MORE = 30
 
 
 def main() -> None:
     """Run a command, and record its imports; or serve forks that do."""
-    kind, journal, *words = sys.argv[1:]
+    kind, path, *words = sys.argv[1:]
+    command = words if kind == "record" else words[1:]
+    _set_path(command)
     if kind == "record":
-        command = words
-        _set_path(command)
-        _record(int(journal))
+        _record(path)
         _run(command)
         return
-    channel, command = socket.socket(fileno=int(words[0])), words[1:]
+    channel = socket.socket(fileno=int(words[0]))
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # forks do not inherit it
-    _set_path(command)
-    _serve(channel, Imports(int(journal)))
+    _serve(channel, Imports(path))
 
 
 def prctl(option: int, value: int) -> None:
@@ -89,10 +91,14 @@ def prctl(option: int, value: int) -> None:
 
 
 def _set_path(command: Sequence[str]) -> None:
+    """Let this process look as if it ran ``command``."""
+    is_module = command[0] == "-m"
     if not sys.flags.safe_path:
-        is_module = command[0] == "-m"
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
-    sys.argv = [*(command[1:] if command[0] == "-m" else command)]
+    sys.argv = [*(command[1:] if is_module else command)]
+    sys.orig_argv = [sys.executable, "-u", *command]
+    if not is_module:
+        sys.modules["__main__"].__file__ = os.path.abspath(command[0])
 
 
 # In a worker.
@@ -100,58 +106,69 @@ def _set_path(command: Sequence[str]) -> None:
 
 def _run(command: Sequence[str]) -> None:
     """Run ``command`` as Python does."""
-    # Python looks for garbage at its end, which takes a second with all that torch imports, and the
-    # launcher waits for that second before it starts the workers that follow.
-    atexit.register(gc.freeze)
-    main: Any = types.ModuleType("__main__")
+    main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    sys.orig_argv = [sys.executable, "-u", *command]
-    if command[0] == "-m":
-        with _failures_left():
-            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
-        return
-    path = os.path.abspath(command[0])
-    with _failures_left():
-        _run_path(path)
-
-
-@contextmanager
-def _failures_left() -> Iterator[None]:
-    """Leave exceptions of a script that restarts to the launcher, if nobody has done it."""
     try:
-        yield
+        code = _code_of(command, main)
+        exec(code, main.__dict__)
     except Exception as error:
-        outcomes = sys.modules.get(f"{_PACKAGE}.elastic.process.outcome")
-        if outcomes is not None:
-            outcomes.Outcome.of(error, step=None).write(error)
+        _leave(error)
         raise
 
 
-def _run_path(path: str) -> None:
-    main = sys.modules["__main__"]
-    loader = SourceFileLoader("__main__", path)
-    values = {"__file__": path, "__loader__": loader, "__cached__": None, "__builtins__": builtins}
-    main.__dict__.update(values)
-    exec(loader.source_to_code(loader.get_data(path), path), main.__dict__)
+def _code_of(command: Sequence[str], main: types.ModuleType) -> types.CodeType:
+    """Code to run in ``main``, which gets the attributes that Python gives it."""
+    if command[0] == "-m":
+        name = command[1]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        if spec is None or spec.loader is None or spec.origin is None:
+            raise SystemExit(f"{sys.executable}: No module named {name}")
+        loader: Any = spec.loader
+        sys.argv[0] = path = spec.origin
+        main.__spec__, main.__package__ = spec, spec.parent
+        code: types.CodeType = loader.get_code(spec.name)
+    else:
+        path = os.path.abspath(command[0])
+        loader = SourceFileLoader("__main__", path)
+        code = loader.source_to_code(loader.get_data(path), path)
+    cached = None if command[0] != "-m" else main.__spec__ and main.__spec__.cached
+    values = {"__file__": path, "__loader__": loader, "__cached__": cached}
+    main.__dict__.update(values, __builtins__=builtins)
+    return code
 
 
-def _record(journal: int) -> None:
-    os.set_inheritable(journal, False)
-    sys.meta_path.insert(0, Recorder(journal))
+def _leave(error: Exception) -> None:
+    """Leave an exception of a script that restarts to the launcher, if nobody has done it."""
+    outcomes = sys.modules.get(f"{_PACKAGE}.elastic.process.outcome")
+    failures = sys.modules.get(f"{_PACKAGE}.ranks.failures")
+    if outcomes is not None and failures is not None:
+        is_echo = failures.is_of_collective(error)
+        outcome = outcomes.Outcome.of(error, step=None, is_echo=is_echo)
+        outcome.write(error, replaces=False)
+
+
+def _record(path: str) -> None:
+    with suppress(OSError):  # its launcher may have ended
+        sys.meta_path.insert(0, Recorder(path))
 
 
 class Recorder:
-    """A finder that finds nothing, and records which installed modules have been imported.
+    """A finder that finds nothing, and records what has been imported.
 
     Args:
-        journal: descriptor of the file to append to.
+        path: of the file to append to.
+
+    Raises:
+        OSError: it cannot be opened.
     """
 
-    def __init__(self, journal: int) -> None:
-        self._journal, self._worker = journal, os.getpid()
-        self._folders = (*site.getsitepackages(), site.getusersitepackages())
-        self._known, self._packages = {*sys.modules}, set[str]()
-        self._begun: list[str] = []  # installed modules that are being imported
+    def __init__(self, path: str) -> None:
+        self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._inode, self._worker = os.fstat(self._journal).st_ino, os.getpid()
+        self._known = {*sys.modules}
+        self._begun: list[str] = []  # modules that are being imported
         self._environment, self._facts = dict(os.environ), facts()
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
@@ -160,49 +177,48 @@ class Recorder:
             return
         # Nobody's import fails because it cannot be recorded: the server imports less then.
         with suppress(Exception):
-            lines = [{"name": name, "origin": origin} for name, origin in self._ended_imports()]
-            if (package := name.partition(".")[0]) not in self._packages:
-                self._packages.add(package)
+            lines: list[dict[str, Any]] = self._ended_imports()
+            if not any(is_installed(each) for each in self._begun):
+                # What packages change while they are imported they change in the server too.
                 lines += self._changes()
-            if lines:
-                text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            lines.append({"looked": name})
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            if os.fstat(self._journal).st_ino == self._inode:  # nobody has closed it
                 os.write(self._journal, text.encode())
 
-    def _ended_imports(self) -> list[tuple[str, str]]:
-        """Names and files of installed modules whose imports have ended since the last call."""
-        names = []
-        for name in reversed(sys.modules):
-            if name in self._known:
+    def _ended_imports(self) -> list[dict[str, Any]]:
+        """Names and files of modules whose imports have ended since the last call."""
+        names, in_a_row = list[str](), 0
+        for name in reversed(sys.modules):  # the newest first, but for those that came once more
+            in_a_row = in_a_row + 1 if name in self._known else 0
+            if in_a_row > _ONCE_MORE:
                 break
-            names.append(name)
+            if not in_a_row:
+                names.append(name)
         self._known.update(names)
         begun, self._begun = [*self._begun, *reversed(names)], []
         ended = []
         for name in begun:
             spec = spec_of(sys.modules.get(name))  # None where its import has failed
-            origin = str(getattr(spec, "origin", ""))
-            if not self._is_installed(name, origin):
-                continue
             if getattr(spec, "_initializing", False):
                 self._begun.append(name)
-            else:
-                ended.append((name, origin))
+            elif origin := file_of(name):
+                line = {"module": name, "origin": origin, "installed": is_installed(name)}
+                ended.append(line)
         return ended
-
-    def _is_installed(self, name: str, origin: str) -> bool:
-        is_ours = name.partition(".")[0] == _PACKAGE  # installed or not
-        return origin.startswith(self._folders) or (is_ours and origin.startswith(os.sep))
 
     def _changes(self) -> list[dict[str, Any]]:
         """What the script has changed of the state that packages read when they are imported."""
-        if self._begun:  # what packages change themselves they change in the server too
-            return []
         before, self._environment = self._environment, dict(os.environ)
         known, self._facts = self._facts, facts()
         variables = differences(before, self._environment)
         if not variables and self._facts == known:
             return []
         return [{"environment": variables, **self._facts}]
+
+
+def _folders() -> list[str]:
+    return [*site.getsitepackages(), site.getusersitepackages()]
 
 
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
@@ -223,9 +239,32 @@ def spec_of(module: Any) -> ModuleSpec | None:
     return spec
 
 
+_INSTALLED = tuple(f"{folder}{os.sep}" for folder in _folders())
+_STANDARD = f"{os.path.dirname(os.__file__)}{os.sep}"
+
+
+def file_of(name: str) -> str:
+    """The file of a module that is not of the standard library; empty for others."""
+    spec = spec_of(sys.modules.get(name))
+    if not getattr(spec, "has_location", False):
+        return ""
+    assert spec is not None
+    origin = os.path.abspath(str(spec.origin))
+    is_standard = origin.startswith(_STANDARD) and not origin.startswith(_INSTALLED)
+    return "" if is_standard else origin
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module is of an installed package, or of this one, which may lie elsewhere."""
+    return file_of(name).startswith(_INSTALLED) or name.partition(".")[0] == _PACKAGE
+
+
 def facts() -> dict[str, Any]:
     """State of a process that packages read when they are imported, beside its environment."""
-    return {"folder": os.getcwd(), "logs": bool(logging.root.handlers)}
+    folder = ""
+    with suppress(OSError):  # it has been removed
+        folder = os.getcwd()
+    return {"folder": folder, "logs": bool(logging.root.handlers)}
 
 
 # In the server.
@@ -239,7 +278,6 @@ def _serve(channel: socket.socket, imports: Imports) -> None:
             answer = (imports.read(**message) or reason_not_to_fork()).encode() or READY
         elif (worker := _fork()) == 0:
             channel.close()
-            imports.close()
             _run_fork(**message, files=files, imported=imports.environment)
             return
         else:
@@ -253,70 +291,89 @@ def _serve(channel: socket.socket, imports: Imports) -> None:
 def _receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """A request and its files; None when the launcher has ended."""
     try:
-        message, files, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 4)
+        message, files, _, _ = socket.recv_fds(channel, MESSAGE_BYTES, 3)
     except ConnectionResetError:  # it has never looked whether this process is ready
         return None
     return (json.loads(message), files) if message else None
 
 
 class Imports:
-    """The modules that a journal has, imported here.
+    """The modules of a plan, imported here.
 
     Args:
-        journal: descriptor of the file to read.
+        path: of the file with the plan.
     """
 
-    def __init__(self, journal: int) -> None:
+    def __init__(self, path: str) -> None:
         self.environment: dict[str, str | None] = {}
         """Variables that packages have set when they were imported; None: removed."""
-        self._journal, self._done = journal, 0
+        self._path, self._done = path, 0
+        self._set: set[str] = set()  # variables that the script has set
         self._handler = logging.NullHandler()
         self._reads: dict[str, str] = {}
 
-    def read(self, until: int, variables: list[str]) -> str:
-        """Import what the journal has up to a position; why a fork would be wrong, or nothing.
+    def read(self, until: int) -> str:
+        """Import what the plan has up to a position; why a fork would be wrong, or nothing.
 
-        Args:
-            variables: those that workers may have set, and that are set here too.
+        Its last line has what workers have imported (``known``: files by name) or looked for.
         """
-        text = os.pread(self._journal, until - self._done, self._done)
-        self._done = until
-        with self._reads_noted():
-            for line in map(json.loads, text.splitlines()):
-                if "environment" in line:
-                    changed = line.pop("environment")
-                    self._put({key: changed[key] for key in variables if key in changed}, **line)
-                elif line["name"] not in sys.modules and (why := self._import(**line)):
-                    return why
+        with open(self._path, "rb") as file:
+            file.seek(self._done)
+            *lines, recorded = map(json.loads, file.read(until - self._done).splitlines())
+        self._done, before = until, {*sys.modules}
+        why = self._follow(lines) or self._difference(before, **recorded)
         logging.root.removeHandler(self._handler)
         gc.collect()
-        gc.freeze()  # the collector would write to pages that workers share with this process
-        return "; ".join(
-            f"{module} reads {key} at its import" for key, module in self._reads.items()
-        )
+        # The collector would write to pages that workers share with this process, and look for
+        # garbage at the end of each, which takes a second with all that torch imports.
+        gc.freeze()
+        return why
 
-    def close(self) -> None:
-        """Read no more."""
-        os.close(self._journal)
+    def _follow(self, lines: Iterable[dict[str, Any]]) -> str:
+        with self._reads_noted():
+            for line in lines:
+                try:
+                    if "environment" in line:
+                        self._put(**line)
+                    elif line["module"] not in sys.modules:
+                        self._import(line["module"])
+                except BaseException as error:
+                    what = line.get("module", "the folder of the script")
+                    return f"{what} raised {type(error).__name__} when it was imported: {error}"
+        return ""
 
-    def _put(self, environment: Mapping[str, str | None], *, folder: str, logs: bool) -> None:
+    def _put(self, *, environment: Mapping[str, str | None], folder: str, logs: bool) -> None:
         """Let this process have the state that the script had."""
+        self._set |= {key for key, value in environment.items() if os.environ.get(key) != value}
         put(environment)
         os.chdir(folder)
         logging.root.removeHandler(self._handler)
         if logs:
             logging.root.addHandler(self._handler)
 
-    def _import(self, name: str, origin: str) -> str:
-        """Import a module; why that is not what a worker has imported, or nothing."""
+    def _import(self, name: str) -> None:
         before = dict(os.environ)
-        try:
-            module = importlib.import_module(name)
-        except BaseException as error:
-            return f"the import of {name} raised {type(error).__name__}: {error}"
+        importlib.import_module(name)
         self.environment |= differences(before, os.environ)
-        found = getattr(spec_of(module), "origin", None)
-        return "" if found in (None, origin) else f"{name} is {found}, and {origin} in the script"
+
+    def _difference(
+        self, before: set[str], *, known: Mapping[str, str], looked: Sequence[str]
+    ) -> str:
+        """What the imports have found or done here that may be another thing in a worker."""
+        for name in [*sys.modules]:
+            if name in before or not (origin := file_of(name)):
+                continue
+            if not is_installed(name):
+                return f"an installed package imports {name}, which is not installed"
+            if known.get(name, origin) != origin:
+                return f"{name} is {origin}, and {known[name]} in the script"
+            if name not in known and name not in looked:
+                return f"{name} is imported here, and not in the script"
+        if both := sorted(self._set & self.environment.keys()):
+            return f"the script and a package that it imports set {', '.join(both)}"
+        return "; ".join(
+            f"{module} reads {key} at its import" for key, module in self._reads.items()
+        )
 
     @contextmanager
     def _reads_noted(self) -> Iterator[None]:
@@ -326,7 +383,8 @@ class Imports:
 
         def read(environment: Any, key: str) -> Any:
             if key in OF_ONE_WORKER:
-                frame: Any = sys._getframe(1)
+                frame: Any = inspect.currentframe()
+                frame = frame.f_back
                 while frame.f_globals.get("__name__") in _MAPPINGS:
                     frame = frame.f_back
                 if (module := str(frame.f_globals.get("__name__"))) not in _READS_RANK:
@@ -393,6 +451,7 @@ def _run_fork(
     command: list[str],
     environment: dict[str, str],
     folder: str,
+    journal: str,
     files: list[int],
     imported: Mapping[str, str | None],
 ) -> None:
@@ -401,17 +460,18 @@ def _run_fork(
     Args:
         imported: variables that packages have set when they were imported.
     """
-    journal, stdout, stderr, start = files
+    stdout, stderr, start = files
     if not os.read(start, 1):  # the launcher has given this worker up
         os._exit(1)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    for file in (stdout, stderr, start):
+    for file in files:
         os.close(file)
     os.environ.clear()
     os.environ.update(environment)
     put(imported)
     os.chdir(folder)
+    importlib.invalidate_caches()
     _renew_imported_state()
     _record(journal)
     _run(command)

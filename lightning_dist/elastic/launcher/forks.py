@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -33,6 +34,7 @@ IMPORT_SECONDS, FORK_SECONDS = 60.0, 5.0
 QUIET_SECONDS = 3.0
 """Time without an import in any worker, after which the server imports what they have imported."""
 _ENDED = "it has ended"
+_DEVICES = "_VISIBLE_DEVICES"
 
 
 def reason_for_usual_starts(command: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
@@ -43,7 +45,14 @@ def reason_for_usual_starts(command: Sequence[str], environ: Mapping[str, str] =
         return f"forks need Linux, and this is {sys.platform}"
     if tuple(command[:2]) != (sys.executable, "-u"):
         return f"they run `{shlex.join(command[:2])}`, not a script in {sys.executable}"
+    script = command[2]
+    if script != "-m" and (not os.path.isfile(script) or _is_archive(script)):
+        return f"{script} is no source file"
     return ""
+
+
+def _is_archive(path: str) -> bool:
+    return path.endswith(".pyc") or zipfile.is_zipfile(path)
 
 
 class WorkerStarts:
@@ -57,11 +66,13 @@ class WorkerStarts:
 
     def __init__(self) -> None:
         self._usual: str | None = None  # the reason for usual starts; None: not known yet
-        self._journals: dict[int, int] = {}  # files by local rank
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._journals: dict[int, str] = {}  # paths by local rank
         self._server: ForkServer | None = None
-        self._seen: dict[int, int] = {}  # bytes of each journal
+        self._sizes: dict[int, int] = {}  # bytes of each journal
         self._changed = 0.0  # the last time that one of them grew
-        self._read = 0  # bytes that the server knows of
+        self._planned: dict[int, int] = {}  # bytes of which the server knows
+        self._plan = Plan()
 
     def start(
         self,
@@ -81,87 +92,130 @@ class WorkerStarts:
             if self._usual and os.environ.get(PRELOAD) != "0":
                 log.warning("launch: workers cannot be forks: %s", self._usual)
         self._last = command, environment
-        words, files = [*command], list[int]()
+        words = [*command]
         if not self._usual:
-            journal = self._journals.setdefault(local_rank, _new_journal())
+            journal = self._journal_of(local_rank)
             if self._server is not None and (
-                forked := self._server.start(command, environment, files=[journal, *outputs])
+                forked := self._server.start(command, environment, journal, outputs=outputs)
             ):
                 return forked
             python, unbuffered, *script = command
-            record = [fork_server.__file__, "record", str(journal)]
-            words, files = [python, unbuffered, *record, *script], [journal]
+            words = [python, unbuffered, fork_server.__file__, "record", journal, *script]
         stdout, stderr = outputs
         return subprocess.Popen(
-            words,
-            env=environment,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=files,
-            start_new_session=True,
+            words, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
         )
+
+    def _journal_of(self, local_rank: int) -> str:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="lightning_dist-")
+        path = os.path.join(self._folder.name, f"{local_rank}.jsonl")
+        self._journals[local_rank] = path
+        return path
 
     def look(self) -> None:
         """Let the server import what workers have imported, if that is more and they are quiet.
 
         To be called again and again while they run.
         """
-        if self._usual or not self._journals or (self._server and self._server.is_closed):
+        if self._usual or self._folder is None or (self._server and self._server.is_closed):
             return
-        sizes = {rank: os.fstat(journal).st_size for rank, journal in self._journals.items()}
+        sizes = {rank: _size_of(path) for rank, path in self._journals.items()}
         now = time.monotonic()
-        if sizes != self._seen:
-            self._seen, self._changed = sizes, now
-        first = min(sizes)
-        if now - self._changed < QUIET_SECONDS or sizes[first] <= self._read:
+        if sizes != self._sizes:
+            self._sizes, self._changed = sizes, now
+        if now - self._changed < QUIET_SECONDS or sizes == self._planned or not any(sizes.values()):
             return
         if self._server is None:
-            self._server = ForkServer(*self._last, journal=self._journals[first])
+            path = os.path.join(self._folder.name, "plan.jsonl")
+            self._server = ForkServer(*self._last, plan=path)
         if self._server.is_busy:
             return
-        self._read = sizes[first]
-        alike, others = self._variables()
-        if others:
-            self._server.close(
-                f"the script sets {', '.join(others)} to another value on each rank before imports"
-            )
-        else:
-            self._server.read(self._read, variables=alike)
+        self._planned = sizes
+        journals = [lines_of(path) for path in self._journals.values()]
+        self._server.read(self._plan.next_lines(journals))
 
     @property
     def are_late(self) -> bool:
         """Whether the server still imports: a worker that waits for it starts sooner."""
         return self._server is not None and self._server.is_busy
 
-    def _variables(self) -> tuple[list[str], list[str]]:
-        """Variables that all workers have set: those with one value, and the others."""
-        by_rank = [_variables_of(journal) for journal in self._journals.values()]
-        common = set(by_rank[0]).intersection(*by_rank)
-        alike = {key for key in common if len({values[key] for values in by_rank}) == 1}
-        others = {key for key in common - alike if not key.endswith("_VISIBLE_DEVICES")}
-        return sorted(alike), sorted(others)
-
     def close(self) -> None:
         """End the server; the workers go on."""
         if self._server is not None:
             self._server.end()
-        for journal in self._journals.values():
-            os.close(journal)
-        self._journals = {}
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
 
-def _new_journal() -> int:
-    journal = os.memfd_create("imports")
-    fcntl.fcntl(journal, fcntl.F_SETFL, os.O_APPEND)
-    return journal
+def _size_of(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # it has not begun
+        return 0
 
 
-def _variables_of(journal: int) -> dict[str, str | None]:
-    values: dict[str, str | None] = {}
-    text = os.pread(journal, os.fstat(journal).st_size, 0)
-    for line in map(json.loads, text.splitlines()):
-        values |= line.get("environment", {})
-    return values
+Line = dict[str, Any]
+
+
+def lines_of(path: str) -> list[Line]:
+    """The lines of a journal; without a last one that is being written."""
+    lines = []
+    with suppress(OSError, ValueError), open(path) as file:
+        for text in file:
+            lines.append(json.loads(text))
+    return lines
+
+
+class Plan:
+    """Imports that all workers of a launcher have made in one state of their processes.
+
+    A worker may set a variable to a value of its own. What it imports after that is not imported
+    ahead. But for the devices that it may see: those are read when one is first used.
+    """
+
+    def __init__(self) -> None:
+        self._sent: set[str] = set()
+        self._states = 0  # that were sent
+
+    def next_lines(self, journals: Sequence[Sequence[Line]]) -> list[Line]:
+        """Lines that are new, and one with all that the workers have imported or looked for."""
+        lines: list[Line] = []
+        parts = [_parts(journal) for journal in journals]
+        for number, same in enumerate(zip(*parts, strict=False)):
+            states = [state for state, _ in same]
+            if any(state != states[0] for state in states):
+                break
+            if states[0] is not None and number > self._states:
+                lines.append(states[0])
+                self._states = number
+            if number < self._states:  # its state is over in the server
+                continue
+            common = set[str].intersection(*({*modules} for _, modules in same))
+            lines += [
+                {"module": name} for name in same[0][1] if name in common and name not in self._sent
+            ]
+            self._sent |= common
+        every = [line for journal in journals for line in journal]
+        known = {line["module"]: line["origin"] for line in every if "module" in line}
+        looked = sorted({line["looked"] for line in every if "looked" in line})
+        return [*lines, {"known": known, "looked": looked}]
+
+
+def _parts(journal: Sequence[Line]) -> list[tuple[Line | None, list[str]]]:
+    """States of a worker, the first of which is that of its start, and installed modules that it
+    has imported in each.
+    """
+    parts: list[tuple[Line | None, list[str]]] = [(None, [])]
+    for line in journal:
+        if "environment" in line:
+            variables = line["environment"]
+            rest = {key: variables[key] for key in variables if not key.endswith(_DEVICES)}
+            parts.append(({**line, "environment": rest}, []))
+        elif line.get("installed"):
+            parts[-1][1].append(line["module"])
+    return parts
 
 
 class ForkServer:
@@ -174,42 +228,39 @@ class ForkServer:
     Args:
         command: of a worker, for which :func:`reason_for_usual_starts` knows none.
         environment: of a worker.
-        journal: descriptor of a file with the imports of workers.
+        plan: path of a file for what it imports.
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], *, journal: int
+        self, command: Sequence[str], environment: Mapping[str, str], *, plan: str
     ) -> None:
         self.is_closed = False
         """It forks no more."""
         self._read_by: float | None = None  # a deadline; None: it imports nothing
-        self._folder = os.getcwd()
+        self._folder, self._plan = os.getcwd(), plan
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python, unbuffered, *script = command
         shared = {key: environment[key] for key in environment if key not in OF_ONE_WORKER}
-        serve = [fork_server.__file__, "serve", str(journal), str(other.fileno())]
+        serve = [fork_server.__file__, "serve", plan, str(other.fileno())]
         with other:
             self.process = subprocess.Popen(
                 [python, unbuffered, *serve, *script],
                 env=shared,
-                pass_fds=[journal, other.fileno()],
+                pass_fds=[other.fileno()],
                 start_new_session=True,
                 # Workers have written what imports write.
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
 
-    def read(self, until: int, *, variables: Sequence[str]) -> None:
-        """Begin to import what the journal has.
-
-        Args:
-            until: its bytes.
-            variables: those that workers have set, and that the server sets before imports.
-        """
+    def read(self, lines: Sequence[Line]) -> None:
+        """Begin to import what these lines of a :class:`Plan` say."""
         assert not self.is_busy
         self._read_by = time.monotonic() + IMPORT_SECONDS
         try:
-            self._send({"until": until, "variables": [*variables]}, [])
+            with open(self._plan, "a") as file:
+                file.writelines(f"{json.dumps(line)}\n" for line in lines)
+            self._send({"until": os.stat(self._plan).st_size}, [])
         except OSError as error:
             self.close(str(error))
 
@@ -233,14 +284,20 @@ class ForkServer:
         return False
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], *, files: Sequence[int]
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        journal: str,
+        *,
+        outputs: Sequence[int],
     ) -> ForkedProcess | None:
         """A worker; None where it has to be started as usual.
 
         A server that is late may still fork, therefore a worker waits until it is accepted.
 
         Args:
-            files: descriptors of its journal, stdout and stderr.
+            journal: path of the file in which its imports are recorded.
+            outputs: descriptors of its stdout and stderr.
         """
         while self.is_busy:
             time.sleep(0.01)
@@ -250,12 +307,13 @@ class ForkServer:
             "command": [*command[2:]],
             "environment": dict(environment),
             "folder": self._folder,
+            "journal": journal,
         }
         accepted, accept = os.pipe()
         try:
             with _subreaper():
                 self._channel.settimeout(FORK_SECONDS)
-                self._send(request, [*files, accepted])
+                self._send(request, [*outputs, accepted])
                 if not (worker := self._channel.recv(MESSAGE_BYTES)):
                     raise BrokenPipeError
                 os.write(accept, b"1")
@@ -268,7 +326,10 @@ class ForkServer:
             os.close(accept)
 
     def _send(self, request: dict[str, Any], files: list[int]) -> None:
-        socket.send_fds(self._channel, [json.dumps(request).encode()], files)
+        message = json.dumps(request).encode()
+        if len(message) > MESSAGE_BYTES:
+            raise OSError(f"the environment has more than {MESSAGE_BYTES} bytes")
+        socket.send_fds(self._channel, [message], files)
 
     def close(self, reason: str) -> None:
         """Fork no more: workers are started as usual."""

@@ -313,9 +313,10 @@ class ProcessLifecycle:
             is_echo: another rank failed first, and a collective here for that reason.
         """
         text = str(exception).strip().split("\n")[0][:200]
-        is_echo = is_echo or self.stop_requested  # a launcher's signal ends workers of a loader too
         self._history.end(f"{type(exception).__name__}: {text}", is_echo=is_echo)
-        if is_echo and Launch.from_env().is_elastic:
+        # Errors of C++ in a backward pass, DDP's own collectives among them, have no other class.
+        may_hang = is_echo or type(exception) is RuntimeError
+        if may_hang and Launch.from_env().is_elastic:
             self.finish()
             self._be_gone_soon(f"after {type(exception).__name__}")
         else:

@@ -61,6 +61,9 @@ class RecoveringAgent(LauncherAgent):
     """The address of the store that was used last."""
     _is_recovering = False
     """A generation has been made in this start."""
+    _counted = -1
+    """The newest generation with workers whose failures were counted."""
+    _has_lost_store = False
     _ended: dict[int, int]
     """Exit codes of processes that are not replaced, or not yet, by local rank."""
     _end_by: float
@@ -68,6 +71,7 @@ class RecoveringAgent(LauncherAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._close_recovery()
         self._ended, self._end_by = {}, float("inf")
+        self._counted, self._has_lost_store = -1, False
         if not self._join_recovery(worker_group):
             super()._rendezvous(worker_group)
             self._open_recovery(worker_group)
@@ -177,6 +181,9 @@ class RecoveringAgent(LauncherAgent):
             return super()._is_planned(codes)
         return all(code in (0, EXIT_RESTART) for code in self._ended.values())
 
+    def _costs_nothing(self, has_advanced: bool) -> bool:
+        return has_advanced or self._has_lost_store
+
     def _recover(self, worker_group: WorkerGroup) -> RunResult:
         """Watch processes, and replace them, until all have ended or have to be restarted."""
         assert self._node is not None
@@ -212,6 +219,7 @@ class RecoveringAgent(LauncherAgent):
         if not self._running() and not any(self._ended.values()):
             return _success(worker_group)
         log.warning("recovery: the store is lost; restarting all workers: %s", error)
+        self._has_lost_store = True
         return RunResult(WorkerState.FAILED, failures=self._failures())
 
     def _restart_all(self) -> RunResult:
@@ -258,8 +266,9 @@ class RecoveringAgent(LauncherAgent):
                 return RunResult(WorkerState.FAILED, failures=self._failures())
             if self._starts.are_late:
                 continue
-            failure = self._failure_of(local_rank, worker_group.workers[local_rank].id, code)
-            self._end_if_stuck(outcomes_of([failure]))
+            if newest.number > self._counted:  # one outage, however many workers it has ended
+                self._counted = newest.number
+                self._end_if_stuck(outcomes_of(self._failures().values()))
             if self._is_stuck:
                 return self._restart_all()
             self._remaining_restarts -= 1
@@ -310,17 +319,13 @@ class RecoveringAgent(LauncherAgent):
         for worker in self._worker_group.workers:
             code = self._ended.get(worker.local_rank, 0)
             if code:
-                failure = self._failure_of(worker.local_rank, worker.id, code)
-                failures[worker.global_rank] = failure
+                failures[worker.global_rank] = ProcessFailure(
+                    local_rank=worker.local_rank,
+                    pid=worker.id,
+                    exitcode=code,
+                    error_file=self._context.error_files[worker.local_rank],
+                )
         return failures
-
-    def _failure_of(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        return ProcessFailure(
-            local_rank=local_rank,
-            pid=pid,
-            exitcode=code,
-            error_file=self._context.error_files[local_rank],
-        )
 
     def _exit_barrier(self) -> None:
         """Let the store be there until all have seen that the job is over."""

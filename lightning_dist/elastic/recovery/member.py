@@ -189,7 +189,7 @@ class Member:
         self._waiting = 0  # newcomers so far
         self._lock = threading.Lock()
         self._answered = time.monotonic()  # when the last beat that has arrived was sent
-        self._looked = time.monotonic(), time.process_time()  # whether it has lapsed
+        self._looked: tuple[float, float] | None = None  # whether it has lapsed
         self._is_over = False
         self._thread = threading.Thread(target=self._watch, name="recovery member", daemon=True)
         self._asking = self._thread  # the last that has asked the store for something
@@ -334,9 +334,9 @@ class Member:
         A leader whose beats do not arrive is evicted, and the next one waits until it has ended.
         """
         now, busy = time.monotonic(), time.process_time()
-        (before, was_busy), self._looked = self._looked, (now, busy)
+        (before, was_busy), self._looked = self._looked or (now, busy), (now, busy)
         if now - before > _STARVED:  # some other thread has held the interpreter's lock meanwhile
-            self._answered += min(now - before, busy - was_busy)
+            self._answered = min(now, self._answered + min(now - before, busy - was_busy))
         limit = self._environment.beat_timeout
         limit += min(limit, _LEASE)
         if self.generation.leader != self.name or time.monotonic() - self._answered <= limit:

@@ -60,7 +60,7 @@ def test_a_bug_in_the_set_up_ends_a_job(tmp_path: Path) -> None:
     code, output, starts = launched(tmp_path, [], "set-up", "0", "restart")
     assert code == 1
     assert 3 <= len(starts) <= 6
-    assert "no progress in the set-up: ValueError: a setting of the user's" in output
+    assert "no progress outside of a training: ValueError: a setting of the user's" in output
 
 
 def test_planned_stops_without_progress_are_failures(
@@ -70,4 +70,4 @@ def test_planned_stops_without_progress_are_failures(
     python = ["--no-python", *quick_python]
     code, output, starts = launched(tmp_path, python, "planned", "3", "restart", restarts=2)
     assert code == 75
-    assert starts.count(0) == 1 + 1 + 2, output
+    assert starts.count(0) == 1 + 1 + 2, output  # the second one resumes at step 2

@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,33 +56,28 @@ class Scripts:
         self.folder = folder
         self.servers: list[ForkServer] = []
         self.starts: list[WorkerStarts] = []
-        self.journals: list[int] = []
 
     def command(self, code: str, *arguments: str) -> list[str]:
         (self.folder / "script.py").write_text(textwrap.dedent(code))
         return [sys.executable, "-u", "script.py", *arguments]
 
     def serve(self, command: Sequence[str], *modules: str) -> ForkServer:
-        """A server that imports these, as if a worker had imported them."""
+        """A server that imports these, of the standard library or not at all."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "0"}
-        self.journals.append(os.memfd_create("imports"))
-        for name in modules:
-            spec = find_spec(name)
-            origin = str(self.folder / f"{name}.py") if spec is None else spec.origin
-            line = json.dumps({"name": name, "origin": origin})
-            os.write(self.journals[-1], f"{line}\n".encode())
-        server = ForkServer(command, environment, journal=self.journals[-1])
+        server = ForkServer(command, environment, plan=str(self.folder / f"plan-{len(self.servers)}"))
         self.servers.append(server)
-        server.read(os.fstat(self.journals[-1]).st_size, variables=[])
+        lines: list[dict[str, Any]] = [{"module": name} for name in modules]
+        server.read([*lines, {"known": {}, "looked": []}])
         return server
 
     def fork(
         self, server: ForkServer, command: Sequence[str], **environment: str
     ) -> ForkedProcess | None:
         """A fork that writes to ``stdout`` and ``stderr`` of the folder."""
+        journal, variables = str(self.folder / "journal"), self.environment(**environment)
         with self._output("stdout") as stdout, self._output("stderr") as stderr:
-            files = [self.journals[-1], stdout.fileno(), stderr.fileno()]
-            return server.start(command, self.environment(**environment), files=files)
+            outputs = [stdout.fileno(), stderr.fileno()]
+            return server.start(command, variables, journal, outputs=outputs)
 
     def forked(
         self, command: Sequence[str], *modules: str, server: ForkServer | None = None, **more: str
@@ -143,8 +137,6 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripts
     yield found
     for each in (*found.servers, *found.starts):
         each.end() if isinstance(each, ForkServer) else each.close()
-    for journal in found.journals:
-        os.close(journal)
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
@@ -240,17 +232,6 @@ def test_workers_outlive_the_server(scripts: Scripts, caplog: pytest.LogCaptureF
     assert forked.wait(LIMIT) == 3
 
 
-def test_a_server_with_threads_does_not_fork(
-    scripts: Scripts, caplog: pytest.LogCaptureFixture
-) -> None:
-    Path("threaded.py").write_text(
-        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    )
-    command = scripts.command("pass")
-    assert scripts.fork(scripts.serve(command, "threaded"), command) is None
-    assert "the imports of the script started 1 threads" in caplog.text
-
-
 def test_a_server_that_hangs_is_given_up(
     scripts: Scripts, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,40 +253,16 @@ def test_a_server_that_hangs_is_given_up(
     assert not Path("ran").exists()
 
 
-def test_forks_do_not_share_random_numbers(scripts: Scripts) -> None:
-    """Nor does it matter that numpy starts threads at its import: it ends them before a fork."""
-    command = scripts.command("import numpy, random; print(numpy.random.rand(), random.random())")
-    server = scripts.serve(command, "numpy", "random")
-    for _ in range(2):
-        assert scripts.forked(command, server=server).wait(LIMIT) == 0
-    first, second = scripts.take().splitlines()
-    assert not {*first.split()} & {*second.split()}
-
-
-def test_forks_have_a_rank_of_their_own(scripts: Scripts) -> None:
-    """For Lightning and torchmetrics, which read it at their imports."""
-    modules = ["lightning.fabric.utilities.rank_zero", "torchmetrics.utilities.prints"]
-    command = scripts.command(
-        f"import {modules[0]} as one, {modules[1]} as two\n"
-        "print(one.rank_zero_only.rank, two.rank_zero_only.rank)"
-    )
-    server = scripts.serve(command, *modules)
-    assert scripts.forked(command, server=server, RANK="2", LOCAL_RANK="1").wait(LIMIT) == 0
-    assert scripts.take() == "2 1\n"
-
-
 def test_the_server_ends_with_its_launcher(scripts: Scripts) -> None:
     """Also while it imports."""
     Path("hanging.py").write_text(
         "import threading; open('imports', 'w').close(); threading.Event().wait()"
     )
     code = (
-        "import json, os, signal, sys\n"
+        "import os, signal, sys\n"
         "from lightning_dist.elastic.launcher.forks import ForkServer\n"
-        "command, journal = [sys.executable, '-u', 'script.py'], os.memfd_create('imports')\n"
-        "os.write(journal, json.dumps({'name': 'hanging', 'origin': ''}).encode())\n"
-        "server = ForkServer(command, os.environ, journal=journal)\n"
-        "server.read(os.fstat(journal).st_size, variables=[])\n"
+        "server = ForkServer([sys.executable, '-u', 'script.py'], os.environ, plan='plan')\n"
+        "server.read([{'module': 'hanging'}, {'known': {}, 'looked': []}])\n"
         "print(server.process.pid, flush=True)\n"
         "sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -328,8 +285,10 @@ def test_the_server_ends_with_its_launcher(scripts: Scripts) -> None:
 @pytest.mark.parametrize(
     ("command", "environ", "reason"),
     [
-        ([sys.executable, "-u", "train.py"], {}, ""),
-        ([sys.executable, "-u", "train.py"], {PRELOAD: "0"}, f"{PRELOAD}=0"),
+        ([sys.executable, "-u", __file__], {}, ""),
+        ([sys.executable, "-u", "-m", "train"], {}, ""),
+        ([sys.executable, "-u", __file__], {PRELOAD: "0"}, f"{PRELOAD}=0"),
+        ([sys.executable, "-u", "/"], {}, "/ is no source file"),
         (["train.sh", "-u"], {}, f"they run `train.sh -u`, not a script in {sys.executable}"),
         (["numactl", "-C", "1", sys.executable, "-u", "train.py"], {}, "they run `numactl"),
         (["/other/python", "-u", "train.py"], {}, "they run `/other/python"),
@@ -372,6 +331,7 @@ class Job:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         site = base / "lib" / version / "site-packages"
         site.mkdir(parents=True)
+        self.site = site
         (site / "installed.py").write_text(textwrap.dedent(package))
         paths = os.pathsep.join([str(site), *filter(None, sys.path)])
         self.environment = {"PYTHONUSERBASE": str(base), "PYTHONPATH": paths}
@@ -479,11 +439,6 @@ def test_packages_see_what_they_would_have_seen(
     ("package", "code", "reason"),
     [
         (
-            "import os; VALUE = os.environ.get('SETTING')",
-            "import os; os.environ['SETTING'] = os.environ['RANK']\nimport installed",
-            "the script sets SETTING to another value on each rank before imports",
-        ),
-        (
             "import os; VALUE = os.environ.get('LOCAL_RANK')",
             "import installed",
             "installed reads LOCAL_RANK at its import",
@@ -492,7 +447,7 @@ def test_packages_see_what_they_would_have_seen(
             "import os; open(f'imported-{os.getpid()}', 'w')\n"
             "if sum(n.startswith('imported') for n in os.listdir()) > 2: raise OSError('no')",
             "import installed",
-            "the import of installed raised OSError: no",
+            "installed raised OSError when it was imported: no",
         ),
     ],
 )
@@ -562,3 +517,199 @@ def test_an_open_device_is_a_reason_not_to_fork(scripts: Scripts) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True
     )
     assert done.stdout == "''\nthe imports of the script opened /dev/zero\n"
+
+
+THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+
+
+@pytest.mark.parametrize(
+    ("package", "files", "code", "reason"),
+    [
+        (THREAD, {}, "", "the imports of the script started 1 threads"),
+        (
+            "import own",
+            {"own.py": ""},
+            "",
+            "an installed package imports own, which is not installed",
+        ),
+        (
+            "import other",
+            {"vendored/other.py": ""},
+            "import sys; sys.path.insert(0, 'vendored')",
+            "vendored/other.py in the script",
+        ),
+        (
+            "try:\n    import other\nexcept ImportError: pass",
+            {},
+            "import sys; sys.modules['other'] = None",
+            "other is imported here, and not in the script",
+        ),
+        (
+            "import os; os.environ['SETTING'] = 'of the package'",
+            {},
+            "import os; os.environ['SETTING'] = 'of the script'",
+            "the script and a package that it imports set SETTING",
+        ),
+    ],
+)
+def test_what_a_server_would_find_and_a_worker_would_not(
+    package: str,
+    files: dict[str, str],
+    code: str,
+    reason: str,
+    job: Callable[[str, str], Job],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    end = "import os; import json.tool; os._exit(0)"  # of a process with a thread, too
+    workers = job(package, f"{code}\nimport installed\n{end}")
+    (workers.site / "other.py").touch()
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    assert workers.run() == ("", False)
+    workers.preload()
+    assert reason in caplog.text
+    assert workers.run() == ("", False)
+
+
+def test_what_only_some_workers_have_done_is_not_imported_ahead(
+    job: Callable[[str, str], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor what comes after it; what comes before is."""
+    code = """
+        import os, sys
+        print(*(name in sys.modules for name in ("yaml", "installed", "psutil")))
+        import yaml
+        if os.environ["RANK"] == "0":
+            os.environ["SETTING"] = "here only"
+            import psutil
+        import installed
+        print(installed.VALUE)
+        import json.tool
+    """
+    workers = job("import os; VALUE = os.environ.get('SETTING')", code)
+    values = [workers.run(rank) for rank in range(2)]
+    assert values == [
+        ("False False False\nhere only\n", False),
+        ("False False False\nNone\n", False),
+    ]
+    workers.preload()
+    for rank, value in enumerate(("here only", "None")):
+        assert workers.run(rank) == (f"True False False\n{value}\n", True)
+    assert not caplog.records
+
+
+def test_a_state_that_changes_between_modules_of_a_package(job: Callable[[str, str], Job]) -> None:
+    code = """
+        import os, installed
+        os.environ["SETTING"] = "a"
+        import second
+        print(second.VALUE)
+        import json.tool
+    """
+    workers = job("", code)
+    (workers.site / "second.py").write_text(
+        "import installed, os; VALUE = os.environ.get('SETTING')"
+    )
+    assert workers.run() == ("a\n", False)
+    workers.preload()
+    assert workers.run() == ("a\n", True)
+
+
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_what_a_script_has_left_open_is_written_at_its_end(
+    is_fork: bool, job: Callable[[str, str], Job]
+) -> None:
+    """Also where only the last collection of garbage finds it."""
+    code = """
+        import installed
+        class Kept: pass
+        kept = Kept()
+        kept.itself, kept.file = kept, open("written", "w")
+        kept.file.write("data")
+        import json.tool
+    """
+    workers = job("", code)
+    workers.run()
+    if is_fork:
+        workers.preload()
+        Path("written").unlink()
+        assert workers.run() == ("", True)
+    assert Path("written").read_text() == "data"
+
+
+def test_classes_of_a_module_that_is_run_can_be_pickled_to_the_end(scripts: Scripts) -> None:
+    command = scripts.command("")
+    Path("module.py").write_text(
+        "import atexit, pickle\nclass Here: pass\n"
+        "atexit.register(lambda: print(len(pickle.dumps(Here()))))"
+    )
+    command[2:] = ["-m", "module"]
+    assert scripts.first(command).wait(LIMIT) == 0
+    assert int(scripts.take()) > 0
+    command[2:] = ["-m", "no_such_module"]
+    assert scripts.first(command).wait(LIMIT) == 1
+    assert scripts.take("stderr").endswith("No module named no_such_module\n")
+
+
+def test_children_that_are_spawned_find_the_script(job: Callable[[str, str], Job]) -> None:
+    code = """
+        import installed, multiprocessing
+        def work(): print("here", flush=True)
+        if __name__ == "__main__":
+            for kind in ("spawn", "forkserver", "fork"):
+                child = multiprocessing.get_context(kind).Process(target=work)
+                child.start(); child.join(); assert child.exitcode == 0
+            import json.tool
+    """
+    workers = job("", code)
+    assert workers.run() == ("here\n" * 3, False)
+    workers.preload()
+    assert workers.run() == ("here\n" * 3, True)
+
+
+def test_forks_do_not_share_random_numbers(job: Callable[[str, str], Job]) -> None:
+    """Nor does it matter that numpy starts threads at its import: it ends them before a fork."""
+    code = "import installed, numpy, random; print(numpy.random.rand(), random.random())"
+    workers = job("import numpy", f"{code}\nimport json.tool")
+    workers.run()
+    workers.preload()
+    (first, is_fork), (second, _) = workers.run(), workers.run()
+    assert is_fork
+    assert not {*first.split()} & {*second.split()}
+
+
+def test_forks_have_a_rank_of_their_own(job: Callable[[str, str], Job]) -> None:
+    """For Lightning and torchmetrics, which read it at their imports."""
+    code = """
+        import lightning.fabric.utilities.rank_zero as one, torchmetrics.utilities.prints as two
+        print(one.rank_zero_only.rank, two.rank_zero_only.rank)
+        import json.tool
+    """
+    workers = job("", code)
+    assert workers.run() == ("0 0\n", False)
+    workers.preload()
+    assert workers.run(3) == ("3 3\n", True)
+
+
+def test_a_launcher_keeps_nothing_of_a_start(job: Callable[[str, str], Job]) -> None:
+    """No descriptor, and at its end no file."""
+    workers = job("", "import installed; import json.tool")
+    workers.run()
+    workers.preload()
+    counts = [(workers.run(), len(os.listdir("/proc/self/fd")))[1] for _ in range(3)]
+    assert len({*counts}) == 1
+    folder = Path(workers.starts._folder.name)  # type: ignore[union-attr]
+    workers.starts.close()
+    assert not folder.exists()
+
+
+def test_a_journal_that_is_cut_off_is_read_as_far_as_it_is_whole(
+    job: Callable[[str, str], Job],
+) -> None:
+    workers = job("", "import installed; import json.tool")
+    workers.run()
+    with open(workers.starts._journals[0], "a") as journal:
+        journal.write('{"module": "x", "ori')
+    workers.preload()
+    assert workers.run()[1]

@@ -8,11 +8,17 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lightning_dist.elastic.launcher.agent import outcomes_of
-from lightning_dist.elastic.process.outcome import FILE, SAME_FAILURES, Outcome, Progress
+from lightning_dist.elastic.process.outcome import (
+    FILE,
+    SAME_FAILURES,
+    Outcome,
+    Progress,
+    forget_outcome,
+)
 
 
 def failed(step: int | None = 3, *, place: str = "train.py:1", is_echo: bool = False) -> Outcome:
-    return Outcome(step, "ValueError: why", place, is_echo)
+    return Outcome(step, "ValueError: why", place, is_echo=is_echo)
 
 
 def error_of(kind: type[Exception] = ValueError, text: str = "why") -> Exception:
@@ -41,11 +47,20 @@ def test_torchs_agent_reads_what_a_worker_leaves(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_the_first_outcome_of_a_process_counts(path: Path) -> None:
-    """The session's knows the step."""
+def test_the_last_outcome_of_a_training_counts(path: Path) -> None:
+    """What a script raises after it, such as the same exception, adds nothing."""
+    failed(6).write()
     failed(7).write()
-    failed(None).write()
+    failed(None).write(replaces=False)
     assert json.loads(path.read_text())["message"]["extraInfo"]["lightning_dist"]["step"] == 7
+    forget_outcome()
+    assert not path.exists()
+    forget_outcome()
+
+
+def test_an_outcome_of_another_version_is_none() -> None:
+    message = {"message": "", "extraInfo": {"lightning_dist": {"steps": 3}}}
+    assert Outcome.read(message) is None
 
 
 def test_files_of_others_and_no_file_are_no_outcome(path: Path) -> None:
@@ -73,11 +88,14 @@ def test_the_same_failure_three_times_ends_a_job() -> None:
 def test_a_failure_in_the_set_up_is_one() -> None:
     progress = Progress()
     reasons = [progress.stuck([failed(None)]) for _ in range(SAME_FAILURES)]
-    assert reasons[-1] == "no progress in the set-up: ValueError: why"
+    assert reasons[-1] == "no progress outside of a training: ValueError: why"
 
 
-@pytest.mark.parametrize("other", [failed(4), failed(place="train.py:2"), failed(None)])
-def test_another_step_or_place_begins_to_count_anew(other: Outcome) -> None:
+OTHERS = [failed(2), failed(place="train.py:2"), failed(None), Outcome(3, "OSError", "train.py:1")]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_step_class_or_place_begins_to_count_anew(other: Outcome) -> None:
     progress = Progress()
     for outcome in (failed(), failed(), other, failed(), failed()):
         assert progress.stuck([outcome]) == ""
@@ -99,10 +117,18 @@ def test_the_first_failure_that_is_no_echo_counts() -> None:
     assert reason
 
 
-def test_progress_is_more_steps_than_any_start_before() -> None:
+def test_more_steps_than_ever_begin_to_count_anew() -> None:
+    """A fault of the set-up that comes back after days is another one."""
     progress = Progress()
-    assert progress.advanced([Outcome(0), Outcome(None)])
-    assert not progress.advanced([Outcome(0)])
+    for outcome in (failed(None), Outcome(1000), failed(None), Outcome(5000), failed(None)):
+        assert progress.stuck([outcome]) == ""
+    assert progress.stuck([failed(None)]) == ""
+    assert progress.stuck([failed(None)]) != ""
+
+
+def test_progress_is_a_step_after_the_checkpoint() -> None:
+    """Whatever starts before have done that is not in one."""
+    progress = Progress()
     assert not progress.advanced([])
-    assert progress.advanced([failed(4), Outcome(2)])
-    assert not progress.advanced([Outcome(3)])
+    assert not progress.advanced([Outcome(0), Outcome(None), Outcome(100, begun=100)])
+    assert progress.advanced([Outcome(101, begun=100), Outcome(None)])

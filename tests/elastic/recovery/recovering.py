@@ -64,7 +64,7 @@ def next_generation(store: PrefixStore, name: str, after: int) -> Generation:
         if store.check([Keys.newest]):
             made = decode_generation(store.get(Keys.generation(int(store.get(Keys.newest)))))
             if made.ends:
-                Outcome(made.step).write()
+                Outcome(1).write()
                 os._exit(EXIT_RESTART)
             if name in made.refused:
                 os._exit(1)
