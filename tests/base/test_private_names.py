@@ -57,7 +57,8 @@ PACKAGE = Path(lightning_dist.__file__).parent
 COMPILERS = PACKAGE / "kernels"
 """Uses those of torch's compiler, which is not there on every platform."""
 DOCUMENTED = {("os", "_exit")}
-DOCUMENTED_FIELDS = {"_fields"}  # of named tuples
+# Of named tuples; and of specifications of modules, in a file that is run by its path.
+DOCUMENTED_FIELDS = {"_fields", "_initializing"}
 BY_NAME = ("getattr", "hasattr", "setattr")
 
 

@@ -58,16 +58,15 @@ class LauncherAgent(LocalElasticAgent):
             raise SignalException("the node of this launcher is being preempted", signal.SIGTERM)
         if result.state == WorkerState.FAILED:
             outcomes = outcomes_of(result.failures.values())
-            has_advanced = self._progress.advanced(outcomes)
-            if self._is_planned(codes) and self._costs_nothing(has_advanced):
+            if self._is_planned(codes) and self._costs_nothing(outcomes):
                 log.info("Planned stop: its restart does not count towards max_restarts")
                 give_back_restart(self)
             self._end_if_stuck(outcomes)
         return result
 
-    def _costs_nothing(self, has_advanced: bool) -> bool:
+    def _costs_nothing(self, outcomes: Sequence[Outcome]) -> bool:
         """Whether a planned stop does not count towards ``max_restarts``."""
-        return has_advanced
+        return self._progress.advanced(outcomes)
 
     def _end_if_stuck(self, outcomes: Sequence[Outcome]) -> None:
         """Restart no more if that is useless."""

@@ -94,12 +94,15 @@ class Progress:
 
     def __init__(self) -> None:
         self._failure: Outcome | None = None
-        self._step = -1  # of any failure
+        self._step = self._begun = -1  # the most steps so far; and where a planned stop had begun
         self._count = 0
 
     def advanced(self, outcomes: Iterable[Outcome]) -> bool:
-        """Whether a start has done a step after those of its checkpoint."""
-        return any(each.step is not None and each.step > each.begun for each in outcomes)
+        """Whether a start that stops as planned began further than the last one, and did a step."""
+        done = [each for each in outcomes if each.step is not None and each.step > each.begun]
+        before = self._begun
+        self._begun = max([before, *(each.begun for each in done)])
+        return self._begun > before
 
     def stuck(self, outcomes: Sequence[Outcome]) -> str:
         """Why it is useless to start again; empty if it is not.

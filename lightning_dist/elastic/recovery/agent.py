@@ -29,6 +29,7 @@ from lightning_dist.elastic.launcher.agent import LauncherAgent, outcomes_of
 from lightning_dist.elastic.launcher.forks import WorkerProcess
 from lightning_dist.elastic.private import close_output, store_of_rendezvous
 from lightning_dist.elastic.process.lifecycle import EXIT_LEAVE, EXIT_RESTART, EXIT_UNSAVED
+from lightning_dist.elastic.process.outcome import Outcome
 from lightning_dist.elastic.recovery.coordinator import (
     CoordinatorSettings,
     RecoveryHost,
@@ -181,8 +182,8 @@ class RecoveringAgent(LauncherAgent):
             return super()._is_planned(codes)
         return all(code in (0, EXIT_RESTART) for code in self._ended.values())
 
-    def _costs_nothing(self, has_advanced: bool) -> bool:
-        return has_advanced or self._has_lost_store
+    def _costs_nothing(self, outcomes: Sequence[Outcome]) -> bool:
+        return super()._costs_nothing(outcomes) or self._has_lost_store
 
     def _recover(self, worker_group: WorkerGroup) -> RunResult:
         """Watch processes, and replace them, until all have ended or have to be restarted."""

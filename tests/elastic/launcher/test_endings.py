@@ -66,8 +66,8 @@ def test_a_bug_in_the_set_up_ends_a_job(tmp_path: Path) -> None:
 def test_planned_stops_without_progress_are_failures(
     tmp_path: Path, quick_python: list[str]
 ) -> None:
-    """The first of them is none: it has done steps."""
+    """The first two are none: they begin further than those before, and do steps."""
     python = ["--no-python", *quick_python]
     code, output, starts = launched(tmp_path, python, "planned", "3", "restart", restarts=2)
     assert code == 75
-    assert starts.count(0) == 1 + 1 + 2, output  # the second one resumes at step 2
+    assert starts.count(0) == 2 + 1 + 2, output  # from the second one on they resume at step 2

@@ -64,7 +64,9 @@ class Scripts:
     def serve(self, command: Sequence[str], *modules: str) -> ForkServer:
         """A server that imports these, of the standard library or not at all."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RANK": "0"}
-        server = ForkServer(command, environment, plan=str(self.folder / f"plan-{len(self.servers)}"))
+        server = ForkServer(
+            command, environment, plan=str(self.folder / f"plan-{len(self.servers)}")
+        )
         self.servers.append(server)
         lines: list[dict[str, Any]] = [{"module": name} for name in modules]
         server.read([*lines, {"known": {}, "looked": []}])

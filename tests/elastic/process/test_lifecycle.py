@@ -202,7 +202,8 @@ if os.environ["RANK"] == "0":
     open(os.path.join(folder, f"start-{starts}"), "w").close()
     if codes[starts] == 75:
         from lightning_dist.elastic.process.outcome import Outcome
-        Outcome(int(sys.argv[3])).write()
+        steps = int(sys.argv[3])
+        Outcome(steps * (starts + 1), begun=steps * starts).write()
     sys.exit(codes[starts])
 """
 

@@ -126,9 +126,11 @@ def test_more_steps_than_ever_begin_to_count_anew() -> None:
     assert progress.stuck([failed(None)]) != ""
 
 
-def test_progress_is_a_step_after_the_checkpoint() -> None:
+def test_progress_is_a_step_after_a_checkpoint_that_is_newer() -> None:
     """Whatever starts before have done that is not in one."""
     progress = Progress()
     assert not progress.advanced([])
     assert not progress.advanced([Outcome(0), Outcome(None), Outcome(100, begun=100)])
     assert progress.advanced([Outcome(101, begun=100), Outcome(None)])
+    assert not progress.advanced([Outcome(150, begun=100)])
+    assert progress.advanced([Outcome(140, begun=120)])
