@@ -63,6 +63,7 @@ _MAPPINGS = ("os", "collections.abc", "_collections_abc")
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/habanalabs")
 _PACKAGE = "lightning_dist"
 _ONCE_MORE = 30
+"""Modules in a row that were imported again, after which no new one is looked for."""
 
 
 def main() -> None:
@@ -127,13 +128,12 @@ def _code_of(command: Sequence[str], main: types.ModuleType) -> types.CodeType:
             raise SystemExit(f"{sys.executable}: No module named {name}")
         loader: Any = spec.loader
         sys.argv[0] = path = spec.origin
-        main.__spec__, main.__package__ = spec, spec.parent
+        main.__spec__, main.__package__, cached = spec, spec.parent, spec.cached
         code: types.CodeType = loader.get_code(spec.name)
     else:
-        path = os.path.abspath(command[0])
+        path, cached = os.path.abspath(command[0]), None
         loader = SourceFileLoader("__main__", path)
         code = loader.source_to_code(loader.get_data(path), path)
-    cached = None if command[0] != "-m" else main.__spec__ and main.__spec__.cached
     values = {"__file__": path, "__loader__": loader, "__cached__": cached}
     main.__dict__.update(values, __builtins__=builtins)
     return code
