@@ -19,6 +19,10 @@ TEXTS = (
 )
 
 
+class Own(RuntimeError):
+    """Of somebody else."""
+
+
 def raised(error: Exception) -> Exception:
     try:
         raise error
@@ -30,6 +34,19 @@ def raised(error: Exception) -> Exception:
 def test_no_text_makes_an_error_that_of_a_collective(text: str) -> None:
     assert not is_of_collective(RuntimeError(text))
     assert not is_of_collective(raised(RuntimeError(text)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_it"), [(RuntimeError, True), (MemoryError, False), (Own, False)]
+)
+def test_the_place_makes_an_error_without_a_class_that_of_a_collective(
+    kind: type[Exception], is_it: bool
+) -> None:
+    """One of a derived class, such as torch's OutOfMemoryError, says something else."""
+    place = {"__name__": "torch.distributed.distributed_c10d", "error": kind("text")}
+    with pytest.raises(kind) as caught:
+        exec("raise error", place)
+    assert is_of_collective(caught.value) == is_it
 
 
 @pytest.mark.parametrize("kind", [CollectiveError, dist.DistBackendError, dist.DistNetworkError])

@@ -28,9 +28,10 @@ class LauncherAgent(LocalElasticAgent):
 
     torch's agent takes one of its ``max_restarts`` for every exit code but 0; only where nodes join
     it restarts for nothing. When a node is preempted, the ranks of all others stop after a
-    checkpoint and ask for a restart (:data:`.EXIT_RESTART`), which costs none of them if the start
-    has done a step. On the machine that goes nothing is started again: its loss would be a failure
-    to the others. A job whose starts fail three times at one step with one exception ends.
+    checkpoint and ask for a restart (:data:`.EXIT_RESTART`), which costs none of them if training
+    has advanced since the last one. On the machine that goes nothing is started again: its loss
+    would be a failure to the others. A job whose starts fail three times at one step with one
+    exception ends.
     """
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
@@ -65,7 +66,7 @@ class LauncherAgent(LocalElasticAgent):
         return result
 
     def _costs_nothing(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether a planned stop does not count towards ``max_restarts``."""
+        """True if a planned stop does not count towards ``max_restarts``."""
         return self._progress.advanced(outcomes)
 
     def _end_if_stuck(self, outcomes: Sequence[Outcome]) -> None:
@@ -85,7 +86,7 @@ class LauncherAgent(LocalElasticAgent):
 
 
 def outcomes_of(failures: Iterable[ProcessFailure]) -> list[Outcome]:
-    """What workers have left, those that ended first first."""
+    """Outcomes that workers have left, by the time of their ends."""
     by_time = sorted(failures, key=lambda failure: failure.timestamp)
     outcomes = (Outcome.read(failure.message) for failure in by_time)
     return [outcome for outcome in outcomes if outcome is not None]

@@ -208,7 +208,7 @@ class Recorder:
         return ended
 
     def _changes(self) -> list[dict[str, Any]]:
-        """What the script has changed of the state that packages read when they are imported."""
+        """Changes that the script has made to state that packages read at their import."""
         before, self._environment = self._environment, dict(os.environ)
         known, self._facts = self._facts, facts()
         variables = differences(before, self._environment)
@@ -271,7 +271,7 @@ def facts() -> dict[str, Any]:
 
 
 def _serve(channel: socket.socket, imports: Imports) -> None:
-    """Import what the journal has, and fork a worker per request, which runs its command."""
+    """Import the modules of a plan, and fork a worker per request, which runs its command."""
     while (request := _receive(channel)) is not None:
         message, files = request
         if "until" in message:
@@ -359,7 +359,7 @@ class Imports:
     def _difference(
         self, before: set[str], *, known: Mapping[str, str], looked: Sequence[str]
     ) -> str:
-        """What the imports have found or done here that may be another thing in a worker."""
+        """Reason why these imports may differ from those of a worker; empty if there is none."""
         for name in [*sys.modules]:
             if name in before or not (origin := file_of(name)):
                 continue

@@ -471,14 +471,23 @@ def test_imports_that_would_be_others_are_not_made_ahead(
     assert len(caplog.records) == 1
 
 
-def test_visible_devices_may_differ(job: Callable[[str, str], Job]) -> None:
+@pytest.mark.parametrize(("variable", "is_ahead"), [("CUDA_VISIBLE_DEVICES", True), ("X", False)])
+def test_only_visible_devices_may_differ_before_an_import(
+    variable: str, is_ahead: bool, job: Callable[[str, str], Job]
+) -> None:
     """They are read when a device is first used, in the fork."""
-    code = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = os.environ['RANK']\nimport installed"
-    workers = job("", f"{code}\nimport json.tool")
+    code = f"""
+        import os, sys
+        print("installed" in sys.modules)
+        os.environ["{variable}"] = os.environ["RANK"]
+        import installed
+        import json.tool
+    """
+    workers = job("", code)
     for rank in range(2):
-        workers.run(rank)
+        assert workers.run(rank) == ("False\n", False)
     workers.preload()
-    assert workers.run() == ("", True)
+    assert workers.run() == (f"{is_ahead}\n", True)
 
 
 def test_imports_that_fail_in_the_script_are_not_made_ahead(job: Callable[[str, str], Job]) -> None:
