@@ -8,7 +8,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +65,7 @@ class WorkerStarts:
 
     def __init__(self) -> None:
         self._usual: str | None = None  # the reason for usual starts; None: not known yet
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._files = AnonymousFiles()
         self._journals: dict[int, str] = {}  # paths by local rank
         self._server: ForkServer | None = None
         self._sizes: dict[int, int] = {}  # bytes of each journal
@@ -94,7 +93,8 @@ class WorkerStarts:
         self._last = command, environment
         words = [*command]
         if not self._usual:
-            journal = self._journal_of(local_rank)
+            journal = self._journals.get(local_rank) or self._files.new("journal")
+            self._journals[local_rank] = journal
             if self._server is not None and (
                 forked := self._server.start(command, environment, journal, outputs=outputs)
             ):
@@ -106,19 +106,12 @@ class WorkerStarts:
             words, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
         )
 
-    def _journal_of(self, local_rank: int) -> str:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="lightning_dist-")
-        path = os.path.join(self._folder.name, f"{local_rank}.jsonl")
-        self._journals[local_rank] = path
-        return path
-
     def look(self) -> None:
         """Let the server import what workers have imported, if that is more and they are quiet.
 
         To be called again and again while they run.
         """
-        if self._usual or self._folder is None or (self._server and self._server.is_closed):
+        if self._usual or (self._server and self._server.is_closed):
             return
         sizes = {rank: _size_of(path) for rank, path in self._journals.items()}
         now = time.monotonic()
@@ -127,8 +120,7 @@ class WorkerStarts:
         if now - self._changed < QUIET_SECONDS or sizes == self._planned or not any(sizes.values()):
             return
         if self._server is None:
-            path = os.path.join(self._folder.name, "plan.jsonl")
-            self._server = ForkServer(*self._last, plan=path)
+            self._server = ForkServer(*self._last, plan=self._files.new("plan"))
         if self._server.is_busy:
             return
         self._planned = sizes
@@ -144,9 +136,28 @@ class WorkerStarts:
         """End the server; the workers go on."""
         if self._server is not None:
             self._server.end()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._journals.clear()
+        self._files.close()
+
+
+class AnonymousFiles:
+    """Files of this process that lie in no folder, so that nothing is left of them, however it ends.
+
+    Another process opens them by their paths while this one runs.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: list[int] = []
+
+    def new(self, name: str) -> str:
+        """The path of a new file; ``name`` is for those who list open files."""
+        self._descriptors.append(os.memfd_create(f"lightning_dist-{name}"))
+        return f"/proc/{os.getpid()}/fd/{self._descriptors[-1]}"
+
+    def close(self) -> None:
+        """Give them up; others keep what they have opened."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
 
 def _size_of(path: str) -> int:
