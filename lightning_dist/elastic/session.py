@@ -390,16 +390,17 @@ class ElasticSession:
         if not self.members.stop.ask(self.lifecycle.stop_requested or self.retention.has_failed):
             return
         self.retention.agree_on_failures()
-        saved = self._save_for_good()
-        # A launcher that sees a rank go tells the others once more. That must end them, also where
-        # they would wait for the launcher, as functions that it has called do.
-        self._loop.all_saved()
-        # No rank leaves before all have come here.
+        saved, steps = self._save_for_good(), self._loop.steps
         notices = self.members.ranks.gather(self.lifecycle.notice)
-        self.members.stop.end()
-        steps, reasons = self._loop.steps, [reason for _, reason in notices]
-        code = self.lifecycle.stop(notices, is_saved=saved == steps)
+        reasons = [reason for _, reason in notices]
         self._loop.stopping(reasons)
+        # A launcher that sees a rank go tells the others once more. That must end them, also where
+        # they would wait for the launcher, as functions that it has called do. So no rank leaves
+        # before all have come here.
+        self._loop.all_saved()
+        self.members.ranks.gather(None)
+        self.members.stop.end()
+        code = self.lifecycle.stop(notices, is_saved=saved == steps)
         say = self._loop.info if saved == steps else self._loop.warn
         say(stop_line(steps, reasons, saved=saved))
         self.lifecycle.leave()

@@ -159,6 +159,7 @@ KINDS: dict[str, Callable[[], None]] = {
     "exit": lambda: os._exit(3),
     "full_disk": lambda: limit_files_of_writer(2000),
     "raise": make_mistake,
+    "wait": lambda: os.read(os.pipe()[0], 1),
     "oom": run_out_of_memory,
 }
 

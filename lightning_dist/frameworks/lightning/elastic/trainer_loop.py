@@ -84,6 +84,10 @@ class TrainerLoop(TrainingLoop):
             requeue(private.cluster_environment(self._trainer), reasons)
 
     @override
+    def all_saved(self) -> None:
+        private.signal_connector(self._trainer).teardown()
+
+    @override
     def write(self, path: str) -> None:
         settings = self.session.settings
         save_trainer(

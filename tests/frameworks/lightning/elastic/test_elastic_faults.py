@@ -151,7 +151,11 @@ OTHER_WORLDS = {
         **EXACT,
     ),
     "2, then 3, then 2 ranks": case(
-        IN_BACKWARD, Fault(TOLD, LATER, 7, (2,), 1), worlds=(2, 3, 2), **EXACT
+        IN_BACKWARD,
+        Fault(TOLD, LATER, 7, (2,), 1),
+        Fault("wait", "on_exception", 7, (2,), 1),  # until its launcher tells it once more
+        worlds=(2, 3, 2),
+        **EXACT,
     ),
     "loop, 2, then 1, then 3 ranks": case(
         Fault(TOLD, "after_step", 3, (0, 1)),
