@@ -366,20 +366,17 @@ TRAINER_RECOVERY = Feature(
         f"{_PYTORCH}.loops.training_epoch_loop:_TrainingEpochLoop": (
             "_broadcast_sigterm_tensor _build_kwargs _results"
         ),
-        f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": (
-            "_combined_loader _on_evaluation_end"
-        ),
+        f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": "_combined_loader",
         f"{_PYTORCH}.loops.fetchers:_DataFetcher": "fetched",
         f"{_PYTORCH}.loops.optimization.automatic:_AutomaticOptimization": "_make_closure",
         f"{_PYTORCH}.loops.optimization.automatic:Closure": "_step_fn _zero_grad_fn",
         f"{_CONNECTORS}.logger_connector.result:_ResultMetric": (
-            "cumulated_batch_size is_tensor meta value"
+            "cumulated_batch_size is_tensor value"
         ),
         f"{_CONNECTORS}.logger_connector.logger_connector:_LoggerConnector": (
-            "_callback_metrics epoch_end_reached on_batch_start reset_results"
+            "_callback_metrics on_batch_start"
         ),
-        f"{_PYTORCH}:LightningModule": "_current_fx_name _on_before_batch_transfer",
-        "torchmetrics:Metric": "_computed _update_count",
+        f"{_PYTORCH}:LightningModule": "_on_before_batch_transfer",
     },
     "lightning",
 )

@@ -235,7 +235,6 @@ class CommProfiler(pl.Callback):
                 strategy.model,
                 _parent(trainer),
                 leads=lambda: trainer.is_global_zero,
-                run_collective=strategy.run_collective,
             )
 
     def _open(

@@ -42,7 +42,13 @@ class Written:
 
     def by_step(self, fact: str) -> dict[int, Any]:
         """What ranks have noted of a step with its last commit."""
-        return {line["committed"]: line[fact] for line in self.of("committed")}
+        return {line["committed"]: line[fact] for line in self.last("committed")}
+
+    def last(self, kind: str) -> list[dict[str, Any]]:
+        """Those of a step that the last start has noted which has come to it, by time."""
+        lines = sorted(self.of(kind), key=lambda line: line["time"])
+        starts = {line[kind]: line["start"] for line in lines}
+        return [line for line in lines if line["start"] == starts[line[kind]]]
 
     def steps_of(self, worker: str) -> set[int]:
         """Those that a worker has committed."""
@@ -50,10 +56,11 @@ class Written:
 
     def samples(self) -> dict[int, list[int]]:
         """Those of every epoch that are in the weights."""
-        taken = self.by_step("generation")
+        starts, taken = self.by_step("start"), self.by_step("generation")
         found = defaultdict(list)
         for line in self.of("computed"):
-            if taken.get(line["computed"]) == line["generation"]:
+            step, number = line["computed"], line["generation"]
+            if (starts.get(step), taken.get(step)) == (line["start"], number):
                 found[line["epoch"]] += line["ids"]
         return {epoch: sorted(ids) for epoch, ids in found.items()}
 
@@ -61,7 +68,7 @@ class Written:
         """Every sample once in each epoch, and equal weights on all ranks after every step."""
         assert self.samples() == {epoch: list(range(SIZE)) for epoch in range(EPOCHS)}
         hashes, rates = defaultdict(set), defaultdict(set)
-        for line in self.of("committed"):
+        for line in self.last("committed"):
             hashes[line["committed"]].add(line["hash"])
             rates[line["committed"]].add(line["lr"])
         steps = EPOCHS * -(-SIZE // (4 * self.ranks))

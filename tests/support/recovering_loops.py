@@ -81,6 +81,12 @@ class Net(nn.Module):
         return x
 
 
+def written(**facts: Any) -> str:
+    """A line of what this process computes, with its start and the time."""
+    start = os.environ.get("LIGHTNING_DIST_RECOVERY_STORE", "")
+    return json.dumps({**facts, "start": start, "time": time.time()})
+
+
 def digest(module: nn.Module) -> str:
     flat = torch.cat([p.detach().flatten() for p in module.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
@@ -95,7 +101,10 @@ SIGNALS = {
 
 
 class Faults:
-    """Kills, stops, hangs or terminates this process, or raises, where it is told to."""
+    """Kills, stops, hangs or terminates this process, or raises, where it is told to.
+
+    Once: where all are started again, nothing happens to processes of the same names.
+    """
 
     def __init__(self, folder: Path, told: list[list[Any]]) -> None:
         self.lifecycle: ProcessLifecycle
@@ -104,9 +113,12 @@ class Faults:
         self._told = {
             (place, step): action[0] if action else "kill"
             for worker, place, step, *action in told
-            if worker == self._own
+            if worker == self._own and not self._marker(place, step).exists()
         }
         self.step = -1
+
+    def _marker(self, place: str, step: int | None) -> Path:
+        return self._folder / f"struck-{self._own}-{step}-{place.replace(' ', '-')}"
 
     def begin(self, step: int, *, world: int, is_broken: Callable[[], bool]) -> None:
         """``step`` has begun here; a rank that is lost in it waits until all have begun it.
@@ -124,7 +136,9 @@ class Faults:
             )
 
     def strike(self, place: str) -> None:
-        action = self._told.get((place, self.step)) or self._told.get((place, None))
+        step = self.step if (place, self.step) in self._told else None
+        if (action := self._told.get((place, step))) is not None:
+            self._marker(place, step).touch()
         if action == "hang":
             threading.Event().wait()
         elif action == "terminate":
@@ -350,7 +364,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     log = (folder / f"{own}.jsonl").open("a", buffering=1)
 
     def note(**facts: Any) -> None:
-        print(json.dumps({**facts, "time": time.time()}), file=log)
+        print(written(**facts), file=log)
 
     def load() -> None:
         """Where it is told to, a rank dies when all load a batch, and the others wait for that."""

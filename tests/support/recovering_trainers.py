@@ -6,8 +6,8 @@ SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``j
 ``ranks``, ``per_host`` and ``notices``; and ``accumulate``, ``clip``, ``validates``
 (limit_val_batches), ``interval`` (val_check_interval), ``across`` (which counts across epochs),
 ``syncs``, ``logs`` (to a CSV file; ``"wandb"``: to wandb too),
-``metric`` (of training steps), ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a
-CommProfiler), ``bar`` (of progress) and ``misses`` (as of `miss_end`).
+``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a
+CommProfiler) and ``bar`` (of progress).
 Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -15,14 +15,11 @@ import faulthandler
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
@@ -31,19 +28,18 @@ from recovering_loops import (
     EPOCHS,
     Net,
     Samples,
-    await_file,
     await_newcomers,
     await_true,
     begin,
     digest,
     profiled,
+    written,
 )
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import AsyncCheckpoint, CompressedDDPStrategy, ElasticRestart
-from lightning_dist.frameworks.lightning.elastic.recovery import RecoverableTrainerLoop, Sections
-from lightning_dist.ranks.failures import CollectiveError
+from lightning_dist.frameworks.lightning.elastic.recovery import RecoverableTrainerLoop
 
 
 class Module(pl.LightningModule):
@@ -57,13 +53,13 @@ class Module(pl.LightningModule):
         self.log_file = (folder / f"{self.own}.jsonl").open("a", buffering=1)
         self.ids: list[int] = []
         self.validated: list[int] = []
-        self.mean, self.trained = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+        self.mean = torchmetrics.MeanMetric()
         self.key: tuple[int, int] = (-1, -1)
         self.world, self.levels, self.residual = 0, False, 0.0
         self.net.layers[1].weight.register_hook(lambda _: self.faults.strike("between buckets"))
 
     def note(self, **facts: Any) -> None:
-        print(json.dumps({**facts, "time": time.time()}), file=self.log_file)
+        print(written(**facts), file=self.log_file)
 
     @property
     def generations(self) -> Any:
@@ -100,9 +96,6 @@ class Module(pl.LightningModule):
             self.ids += numbers.tolist()
         loss = (self.net(x) - x.flip(1)).square().mean()
         self.log("loss", loss, on_epoch=True, sync_dist=self.told.get("syncs", False))
-        if "metric" in self.told:
-            self.trained.update(loss)
-            self.log("trained", self.trained, on_step=False, on_epoch=True)
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -130,12 +123,7 @@ class Module(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         logged = self.trainer.fit_loop.epoch_loop._results["training_step.loss"]
-        trained = float(self.trained.compute()) if "metric" in self.told else 0.0
-        self.note(
-            logged=int(logged.cumulated_batch_size),
-            epoch=self.trainer.current_epoch,
-            trained=trained,
-        )
+        self.note(logged=int(logged.cumulated_batch_size), epoch=self.trainer.current_epoch)
         self.faults.strike("end of epoch")
 
     def on_validation_start(self) -> None:
@@ -179,28 +167,6 @@ class Module(pl.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def miss_end(folder: Path, module: Module, worker: str, step: int, hears: str) -> None:
-    """Let ``worker`` not hear that the first section after a step has ended; ``hears`` does."""
-    usual, barrier, heard = Sections.commit, dist.barrier, folder / "heard-the-end"
-
-    def commit(sections: Sections) -> None:
-        is_it = module.faults.step == step and not heard.exists()
-        if is_it and module.own == worker and module.generations.member.generation.number == 0:
-            with patch.object(dist, "barrier", missed):
-                usual(sections)
-        else:
-            usual(sections)
-            if is_it and module.own == hears:
-                heard.touch()
-
-    def missed() -> None:
-        barrier()
-        await_file(heard)
-        raise CollectiveError("[test] Connection closed by peer")
-
-    Sections.commit = commit  # type: ignore[method-assign]
-
-
 class Meets(pl.Callback):
     """Waits for all ranks after every batch."""
 
@@ -213,8 +179,6 @@ class Meets(pl.Callback):
 
 def train(folder: Path, told: dict[str, Any]) -> None:
     module = Module(folder, told)
-    if "misses" in told:
-        miss_end(folder, module, *told["misses"])
     accumulate = told.get("accumulate", 1)
     best = AsyncCheckpoint(
         folder / "best", filename="{step}", monitor="val_loss", mode="max", save_top_k=2

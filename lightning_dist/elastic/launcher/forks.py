@@ -141,7 +141,7 @@ class WorkerStarts:
 
 
 class AnonymousFiles:
-    """Files of this process that lie in no folder, so that nothing is left of them, however it ends.
+    """Files of this process that lie in no folder: nothing is left of them, however it ends.
 
     Another process opens them by their paths while this one runs.
     """

@@ -275,9 +275,9 @@ class UserLoop(RecoverableLoop):
             signal.signal(number, handler)
         self._handlers = {}
 
-    @override
     def complete(self) -> None:
-        super().complete()
+        """The training has ended as it should. Collective."""
+        self.session.complete()
         self.is_complete = True
 
     def close(self, error: BaseException | None) -> None:
@@ -291,6 +291,8 @@ class UserLoop(RecoverableLoop):
             self.session.lifecycle.leave()
         self.session.close(error, stopped=isinstance(error, Ended))
         self.all_saved()
+        if error is not None and self.recovery is not None:
+            self.recovery.generations.end_if_lost(error)
 
 
 def _unprepared(loader: Any) -> Any:

@@ -163,7 +163,7 @@ class Coordinator:
             max_workers=self._settings.max_workers,
         )
         if generation is not None:
-            self._publish(replace(generation, waiting=self._waiting + generation.waiting))
+            self._publish(replace(generation, waiting=self._waiting))
         return BUSY_SECONDS if self._ends else QUIET_SECONDS
 
     def run(self, stop: threading.Event) -> None:

@@ -17,6 +17,7 @@ import socket
 import stat
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -283,6 +284,20 @@ class Generations:
         return isinstance(error, RuntimeError) and (
             is_of_collective(error) or self.member.learns_of_loss(_KNOWN_SECONDS)
         )
+
+    def end_if_lost(self, error: BaseException) -> None:
+        """End this process if ``error`` is that of a rank lost outside of a training step.
+
+        Nothing else is repeated: all ranks restart from the newest checkpoint.
+        """
+        if self.is_loss(error):
+            traceback.print_exception(error)
+            self.member.abort(str(error))
+            self.end(
+                "a rank was lost outside of training steps, so all restart from the newest "
+                f"checkpoint: {str(error)[:200]}",
+                code=EXIT_RESTART,
+            )
 
     def enter(
         self, generation: Generation, *, has_state: bool, failure: BaseException | None = None

@@ -68,7 +68,6 @@ class WorkerReport:
         failed: False where it pauses at a step boundary, for newcomers.
         reason: of the failure, for people.
         fingerprint: of model, settings and versions; a newcomer whose is another is refused.
-        is_closed: newcomers cannot join here, and wait for the generation after the next one.
     """
 
     worker: str
@@ -79,7 +78,6 @@ class WorkerReport:
     failed: bool = False
     reason: str = ""
     fingerprint: str = ""
-    is_closed: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +97,7 @@ class Generation:
             generation know it too.
         newcomers: members that were in no generation.
         refused: newcomers that are of another training, and end with an error.
-        waiting: value of ``Keys.waiting`` when it was made, less those who still wait for a place;
-            members pause when it is greater.
+        waiting: value of ``Keys.waiting`` when it was made; members pause when it is greater.
         reason: for people: who is gone and why, who has joined.
         ends: why there can be no such generation, so that all end and are restarted from a
             checkpoint; empty if it can.
@@ -265,9 +262,7 @@ def next_generation(
         return end("the workers belong to different trainings", refused=newcomers)
     refused = [name for name in newcomers if ready[name].fingerprint not in known]
     room = max(0, max_workers - len(stopped))
-    wanted = [name for name in newcomers if name not in refused][:room]
-    is_closed = any(reports[name].is_closed for name in stopped)
-    admitted = [] if is_closed else wanted
+    admitted = [name for name in newcomers if name not in refused][:room]
     if len(stopped) + len(admitted) < min_workers:
         few = f"{len(stopped) + len(admitted)} workers are left, fewer than {min_workers}"
         return end(few, refused)
@@ -286,7 +281,6 @@ def next_generation(
         leader=now.leader if now.leader in stopped else (newest or applies or admitted)[0],
         newcomers=tuple(admitted),
         refused=tuple(refused),
-        waiting=len(admitted) - len(wanted),
         reason="; ".join(reasons),
     )
 

@@ -236,24 +236,18 @@ class StepRecovery:
         """Wait for the first generation with this worker, and enter it."""
         return self._enter_one_from(self.generations.announce(self._fingerprint))
 
-    def change(self, *, is_closed: bool = False) -> tuple[Generation, Membership]:
-        """End this generation here, and enter the next one.
-
-        Args:
-            is_closed: newcomers cannot join here.
-        """
+    def change(self) -> tuple[Generation, Membership]:
+        """End this generation here, and enter the next one."""
         if self._store_lost is not None:
             self.generations.end(str(self._store_lost), code=EXIT_RESTART)
         self.outage.begin()
         generation, self._next = self._next, None
         if generation is None:
             failed = self.generations.member.is_broken or self.reducer.failure is not None
-            generation = self.generations.after(self._report(failed=failed, is_closed=is_closed))
-        return self._enter_one_from(generation, is_closed=is_closed)
+            generation = self.generations.after(self._report(failed=failed))
+        return self._enter_one_from(generation)
 
-    def _enter_one_from(
-        self, generation: Generation, *, is_closed: bool = False
-    ) -> tuple[Generation, Membership]:
+    def _enter_one_from(self, generation: Generation) -> tuple[Generation, Membership]:
         while True:
             try:
                 self._arrivals = -self.reducer.arrivals
@@ -277,7 +271,7 @@ class StepRecovery:
                 return generation, members
             except RuntimeError as error:  # another worker is lost meanwhile
                 self.generations.lost(error)
-                generation = self.generations.after(self._report(failed=True, is_closed=is_closed))
+                generation = self.generations.after(self._report(failed=True))
 
     def transfer_state(self, generation: Generation, give: Callable[[], Any]) -> Any:
         """Value of ``give`` on the source of a generation, None where it is known. Collective."""
@@ -309,9 +303,7 @@ class StepRecovery:
         """Facts of this rank for :meth:`.Outage.enter`."""
         return self.outage.norm, self._taken_over, self.outage.is_redone
 
-    def _report(
-        self, *, failed: bool, holds: bool = False, is_closed: bool = False
-    ) -> WorkerReport:
+    def _report(self, *, failed: bool, holds: bool = False) -> WorkerReport:
         failure = self.reducer.failure
         return WorkerReport(
             self.generations.member.name,
@@ -322,7 +314,6 @@ class StepRecovery:
             failed=failed,
             reason="" if failure is None else str(failure)[:300],
             fingerprint=self._fingerprint,
-            is_closed=is_closed,
         )
 
     @property
@@ -377,18 +368,6 @@ class RecoverableLoop(TrainingLoop):
         position = self.position
         if position.samples or position.epoch:
             self.session.close_step(None if position.samples else position.epoch - 1)
-
-    def complete(self) -> None:
-        """:meth:`.ElasticSession.complete`, with those who are left where some are lost."""
-        while True:
-            try:
-                self.session.complete()
-                return
-            except RuntimeError as error:
-                if self.recovery is None:
-                    raise
-                self.recovery.generations.lost(error)
-                self.sync_point()
 
     def take_again(self, *, has_computed: bool = True) -> None:
         """This step cannot be completed: go on with those who are left, from its begin.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -24,13 +24,6 @@ from lightning_dist.sync.local.anchor import evaluates_anchor, require_replicas
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.updates import LocalSync
 from lightning_dist.sync.rules import Case, check
-
-_T = TypeVar("_T")
-
-
-def run_collective(strategy: Any, body: Callable[[], _T]) -> _T:
-    """Result of a collective ``body``; see :meth:`SyncDDPStrategy.run_collective`."""
-    return strategy.run_collective(body) if isinstance(strategy, SyncDDPStrategy) else body()
 
 
 class SyncDDPStrategy(SyncStrategy, DDPStrategy):
@@ -106,16 +99,6 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
         stock = super().lightning_module_state_dict
         return stock() if self.sync is None else self.sync.weights_to_save(stock)
 
-    def run_collective(
-        self, body: Callable[[], _T], *, instead: Callable[[], _T] | None = None
-    ) -> _T:
-        """Result of a collective ``body``, among those who are left where a rank is lost.
-
-        Args:
-            instead: result in a step that is taken again anyway.
-        """
-        return body()
-
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
@@ -123,9 +106,7 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
         # Called on all ranks. Weights-only checkpoints have no optimizer states.
         sync = self.sync
         if sync is not None and "optimizer_states" in checkpoint:
-            self.run_collective(
-                lambda: add_state(checkpoint, sync, self.checkpoint_io, to=self._leader)
-            )
+            add_state(checkpoint, sync, self.checkpoint_io, to=self._leader)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     @override

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -56,8 +54,6 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     """Members of the first generation; None in a worker that has come later."""
     complete_step: Callable[[Callable[[], Any]], Any] | None = None
     """Computes a closure of an optimizer until its gradients were exchanged."""
-    together: Callable[..., Any] | None = None
-    """Computes a collective until all ranks have its result; see :meth:`.Sections.run`."""
     _is_apart = False
 
     @override
@@ -158,15 +154,6 @@ class CompressedDDPStrategy(SyncDDPStrategy):
         self._is_apart = False
 
     @override
-    def run_collective(
-        self, body: Callable[[], _T], *, instead: Callable[[], _T] | None = None
-    ) -> _T:
-        if self.together is None:
-            return body()
-        found: _T = self.together(body, instead=instead)
-        return found
-
-    @override
     def _making_groups(self) -> AbstractContextManager[object]:
         return nullcontext() if self.generations is None else self.generations.groups.growing()
 
@@ -191,46 +178,25 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._is_apart:
-            usual = super().barrier
-            self.run_collective(lambda: usual(*args, **kwargs), instead=lambda: None)
+            super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         if self._is_apart:
             return obj
-        usual = super().broadcast
-
-        def broadcast() -> _T:
-            if self.generations is None:
-                return usual(obj, src)
-            return usual(obj, (src + self._leader) % dist.get_world_size())
-
-        return self.run_collective(broadcast, instead=lambda: obj)
+        if self.generations is not None:
+            src = (src + self._leader) % dist.get_world_size()
+        return super().broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._is_apart:
-            return tensor
-        usual = super().reduce
-        if self.together is None or group is not None or not isinstance(tensor, Tensor):
-            return usual(tensor, group, reduce_op)
-        # In place: a try that has failed must leave nothing.
-        return self.run_collective(
-            lambda: usual(tensor.clone(), None, reduce_op), instead=lambda: tensor
-        )
+        return tensor if self._is_apart else super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._is_apart:
             return tensor.unsqueeze(0)
-        usual = super().all_gather
-        if group is not None:
-            return usual(tensor, group, sync_grads)
-        found: Tensor = self.run_collective(
-            lambda: usual(tensor, None, sync_grads),
-            instead=lambda: torch.stack([tensor] * dist.get_world_size()),
-        )
-        return found
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def optimizer_step(
@@ -248,13 +214,5 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        generations = self.generations
-        if generations is not None and generations.is_loss(exception):
-            traceback.print_exception(exception)
-            generations.member.abort(str(exception))
-            generations.end(
-                "a rank was lost outside training steps and validation, in a collective that "
-                "cannot be repeated; use those of trainer.strategy, and validate between two "
-                f"optimizer steps: {str(exception)[:200]}",
-                code=EXIT_RESTART,
-            )
+        if self.generations is not None:
+            self.generations.end_if_lost(exception)

@@ -200,7 +200,6 @@ class ProfileRun:
         on_problem: called with what goes wrong on this rank, which others may not know of.
         predict: measure what codecs cost when the training is over, on rank 0.
         leads: whether this rank makes the report, where ranks recover within their processes.
-        run_collective: calls a collective, again where a rank is lost in it.
     """
 
     def __init__(
@@ -217,9 +216,8 @@ class ProfileRun:
         on_problem: Callable[[str], None] = lambda problem: None,
         predict: bool = True,
         leads: Callable[[], bool] = lambda: dist.get_rank() == 0,
-        run_collective: Callable[[Callable[[], None]], None] = lambda body: body(),
     ) -> None:
-        self._leads, self._run_collective = leads, run_collective
+        self._leads = leads
         self._predicts, self._device = predict, model.device
         self._has_finished = False
         self.reasons: list[str] = []
@@ -389,8 +387,7 @@ class ProfileRun:
         if self._reducer is not None:
             self._reducer.detach(self._session.recorder)
         if together and self._group is None:
-            compare = partial(self._run_collective, self._compare_clocks)
-            together = self._meets(compare, "clocks were not compared", problems)
+            together = self._meets(self._compare_clocks, "clocks were not compared", problems)
         elif together:
             # Not before: ranks may come to the begin of a profile minutes apart.
             assert self._group is not None

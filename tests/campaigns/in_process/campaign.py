@@ -3,7 +3,7 @@
 Jobs of 4 ranks under our launcher, in an ElasticLoop around DDP or (--adapter trainer) under a
 Lightning Trainer, with real processes and signals: killed, stopped, with an exception, alone or
 two at once, in every place of a step, while checkpoints are saved, groups are made and newcomers
-healed; under a Trainer in validations and callbacks too. Four fifths of the faults are met by one
+healed. Four fifths of the faults are met by one
 job (codec none, float64) whose last worker is spared and must not grow; the others by one with
 codec int8. Every job is judged: it ends with 0 without a restart of all, no straggler is evicted,
 every sample is committed once in each epoch, ranks have the same bits after every step, and the
@@ -65,9 +65,7 @@ class Campaign:
         """One job, judged."""
         verdict = Verdict(trial.codec, trial.number)
         folder = self.root / str(trial.number)
-        strikes, steps = draw(
-            trial.faults, seed=trial.seed, adapter=trial.adapter, spared=trial.spared
-        )
+        strikes, steps = draw(trial.faults, seed=trial.seed, spared=trial.spared)
         plan = {
             "codec": trial.codec,
             "epochs": steps // EPOCH_STEPS,

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 RANKS, BATCH, EPOCH_STEPS = 4, 4, 6
 SIZE = RANKS * BATCH * EPOCH_STEPS
 """Samples of an epoch."""
-SAVES, VALIDATIONS = 5, 3
-"""Steps between two checkpoints, and between two validations of a Trainer."""
+SAVES = 5
+"""Steps between two checkpoints."""
 
 _IN_STEPS = ("forward", "between buckets", "after the vote", "after the step")
+_BEFORE_THE_VOTE = _IN_STEPS[:2]
 _ON_THREAD = ("before the vote", "after the answer")
 """On the reducer's thread, where an exception is that of an exchange."""
 _KINDS: Mapping[str, float] = {
@@ -28,14 +29,8 @@ _KINDS: Mapping[str, float] = {
     "end of an epoch": 2,
 }
 """And how often they are drawn."""
-_KINDS_OF: Mapping[str, Mapping[str, float]] = {
-    "loop": _KINDS,
-    "trainer": {**_KINDS, "validation": 4, "callback": 2},
-}
-"""By adapter: a validation, and a collective in a callback, are between the steps of a Trainer."""
-ADAPTERS = tuple(_KINDS_OF)
-KINDS = {adapter: (*kinds, "first step", "last step") for adapter, kinds in _KINDS_OF.items()}
-_OF_VALIDATIONS = ("begin of a validation", "in a validation", "end of a validation")
+ADAPTERS = ("loop", "trainer")
+KINDS = (*_KINDS, "first step", "last step")
 _ACTIONS = {
     "os._exit": "exit",
     "exception": "raise",
@@ -69,24 +64,20 @@ class Strike:
     after: int = -1
 
 
-def draw(
-    count: int, *, seed: int, adapter: str = "loop", spared: int | None = None
-) -> tuple[list[Strike], int]:
+def draw(count: int, *, seed: int, spared: int | None = None) -> tuple[list[Strike], int]:
     """Strikes of ``count`` faults, and the steps of the training.
 
     The first is in the first step and the last in the last one.
 
     Args:
-        adapter: whose kinds are drawn.
         spared: the place of a worker to which nothing happens.
     """
     chance = random.Random(f"{seed}/{count}/{spared}")
     ranks = [rank for rank in range(RANKS) if rank != spared]
     strikes: list[Strike] = []
     step = 0
-    kinds = _KINDS_OF[adapter]
     for fault in range(count):
-        (kind,) = chance.choices([*kinds], [*kinds.values()])
+        (kind,) = chance.choices([*_KINDS], [*_KINDS.values()])
         if fault == 0:
             kind = "first step"
         elif fault == count - 1:
@@ -110,9 +101,8 @@ def _strikes(kind: str, step: int, chance: random.Random, ranks: Sequence[int]) 
         some = replace(some, place="saving")
     elif kind == "end of an epoch":
         some = replace(some, place="end of an epoch")
-    elif kind in ("validation", "callback"):
-        place = chance.choice(_OF_VALIDATIONS) if kind == "validation" else kind
-        some = replace(some, place=place, action=chance.choice(("kill", "exit", "raise", "stop")))
+    elif kind == "last step":  # later all restart: nothing is left to be repeated
+        some = replace(some, place=chance.choice(_BEFORE_THE_VOTE))
     yield some
     if kind == "two at once":
         yield replace(some, local_rank=second, place=chance.choice(_IN_STEPS))

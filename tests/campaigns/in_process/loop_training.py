@@ -51,7 +51,7 @@ def train(folder: Path) -> None:
         recovery = loop._run.recovery
         generations = None if recovery is None else recovery.generations
         ids: list[int] = []
-        for _ in loop.epochs(plan["epochs"]):
+        for epoch in loop.epochs(plan["epochs"]):
             for numbers, x in loop.batches():
                 assert loop.micro_batch is not None
                 begun, ids = loop.steps, [] if loop.micro_batch.begins_step else ids
@@ -73,7 +73,8 @@ def train(folder: Path) -> None:
                 met("after the step")
                 optimizer.zero_grad()
                 loop.step_done()
-            met("end of an epoch")
+            if epoch < plan["epochs"] - 1:
+                met("end of an epoch")
     worker.end(loop.steps, net)
 
 

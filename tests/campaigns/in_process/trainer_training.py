@@ -2,22 +2,21 @@
 
     trainer_training.py FOLDER
 
-Ranks also wait for each other in validations, in logged metrics and in a callback.
+Ranks wait for each other in the exchange of gradients only: elsewhere all would restart.
 """
 
-import copy
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from recovering_loops import Net, Samples
+from recovering_loops import Net
 from torch import Tensor
 
 from lightning_dist import CompressedDDPStrategy, ElasticRestart
 from lightning_dist.frameworks.lightning.elastic.recovery import RecoverableTrainerLoop
-from tests.campaigns.in_process.drawing import SAVES, SIZE, VALIDATIONS
+from tests.campaigns.in_process.drawing import SAVES
 from tests.campaigns.in_process.worker import (
     BUCKET_CAP_MB,
     COMPRESSION,
@@ -48,7 +47,7 @@ class Module(pl.LightningModule):
             self._worker.begin(step, generations, world_size=self._world_size)
         self.met("forward")
         loss = loss_of(self.net, x)
-        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        self.log("loss", loss, on_epoch=True)
         elastic = self.trainer.checkpoint_callbacks[-1]
         assert isinstance(elastic, ElasticRestart)
         assert elastic.micro_batch is not None
@@ -71,33 +70,11 @@ class Module(pl.LightningModule):
         self.met("after the step")
 
     def on_train_epoch_end(self) -> None:
-        self.met("end of an epoch")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.met("begin of a validation" if batch_idx == 0 else "in a validation")
-        _, x = batch
-        self.log("val_loss", loss_of(self.net, x), sync_dist=True)
-
-    def on_validation_end(self) -> None:
-        self.met("end of a validation")
-        x = torch.stack([Samples()[index][1] for index in range(SIZE)])
-        with torch.no_grad():
-            expected = loss_of(copy.deepcopy(self.net), x)
-        found = self.trainer.callback_metrics["val_loss"]
-        step = self.trainer.global_step
-        self._worker.note(validated=step, mean=float(found), expected=float(expected))
+        if self.trainer.current_epoch < self._worker.plan["epochs"] - 1:
+            self.met("end of an epoch")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=RATE, momentum=MOMENTUM)
-
-
-class Meeting(pl.Callback):
-    """Ranks wait for each other after every batch."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        assert isinstance(module, Module)
-        module.met("callback")
-        assert trainer.strategy.broadcast(trainer.global_step) == trainer.global_step
 
 
 def train(folder: Path) -> None:
@@ -108,19 +85,14 @@ def train(folder: Path) -> None:
         strategy=CompressedDDPStrategy(
             worker.plan["codec"], recovery="in_process", bucket_cap_mb=BUCKET_CAP_MB, **COMPRESSION
         ),
-        callbacks=[
-            Meeting(),
-            ElasticRestart(folder / "ckpt", every_n_train_steps=SAVES, seed=SEED),
-        ],
+        callbacks=[ElasticRestart(folder / "ckpt", every_n_train_steps=SAVES, seed=SEED)],
         max_epochs=worker.plan["epochs"],
-        val_check_interval=VALIDATIONS,
-        num_sanity_val_steps=0,
         log_every_n_steps=1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader_of_samples(shuffle=True), loader_of_samples(shuffle=False))
+    trainer.fit(module, loader_of_samples(shuffle=True))
     worker.end(trainer.global_step, module.net)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import run
 
-from tests.campaigns.in_process.drawing import ADAPTERS, KINDS, Strike, draw
+from tests.campaigns.in_process.drawing import KINDS, Strike, draw
 from tests.campaigns.in_process.oracle import PROBLEMS, Verdict, judge
 
 
@@ -66,13 +66,10 @@ def test_a_straggler_that_is_evicted_is_a_problem(tmp_path: Path) -> None:
     assert ("evicted", "stragglers: ['0.1.0']") in verdict.problems
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-def test_faults_of_all_kinds_are_drawn_and_the_first_and_last_steps_are_struck(
-    adapter: str,
-) -> None:
-    strikes, steps = draw(200, seed=1, adapter=adapter, spared=3)
-    assert {each.kind for each in strikes} == {*KINDS[adapter]}
+def test_faults_of_all_kinds_are_drawn_and_the_first_and_last_steps_are_struck() -> None:
+    strikes, steps = draw(200, seed=1, spared=3)
+    assert {each.kind for each in strikes} == {*KINDS}
     assert (strikes[0].step, strikes[-1].step) == (0, steps - 1)
     assert all(each.local_rank != 3 for each in strikes)
     assert [each.number for each in strikes] == [*range(len(strikes))]
-    assert draw(200, seed=1, adapter=adapter, spared=3) == (strikes, steps)
+    assert draw(200, seed=1, spared=3) == (strikes, steps)

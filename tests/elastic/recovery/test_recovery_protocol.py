@@ -268,13 +268,3 @@ def test_records_are_the_same_after_a_way_through_the_store() -> None:
     report = WorkerReport("0.0.0", 3, 5, holds=True, reason="Verbindung getrennt …")
     assert decode_report(encode(report)) == report
     assert Worker.parse("1.10.2") > Worker.parse("1.9.3")
-
-
-def test_newcomers_wait_where_a_member_is_between_steps_and_cannot_be_joined() -> None:
-    closed = WorkerReport(name(0), 3, STEP, failed=True, is_closed=True)
-    newcomers = {name(2): WorkerReport(name(2))}
-    facts = Facts(generation(2), {name(0): closed}, newcomers, dead={name(1): "SIGKILL"})
-    assert list(facts.made.members) == [name(0)]
-    assert facts.made.waiting == -1  # so that it pauses for the newcomer between two steps
-    joined = replace(facts, reports={name(0): replace(closed, is_closed=False)}).made
-    assert (len(joined.members), joined.waiting) == (2, 0)

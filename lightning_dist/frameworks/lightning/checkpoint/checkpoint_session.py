@@ -25,7 +25,6 @@ from lightning_dist.frameworks.lightning.checkpoint.trainer_saves import (
     report_committed,
     save_trainer,
 )
-from lightning_dist.frameworks.lightning.ddp import run_collective
 from lightning_dist.ranks.agreement import Facts, Ranks, destroy, new_group_of_all
 from lightning_dist.settings.run import CheckpointSettings
 
@@ -341,11 +340,6 @@ class _TrainerRanks(Ranks):
         world = dist.group.WORLD if self._trainer.world_size > 1 else None
         super().__init__(world, device=self._trainer.strategy.root_device)
         self.leader = leader
-
-    @override
-    def all(self, facts: Facts, *, error: Exception | None = None) -> list[Facts]:
-        usual = super().all
-        return run_collective(self._trainer.strategy, lambda: usual(facts, error=error))
 
 
 def _exists(path: str) -> bool:

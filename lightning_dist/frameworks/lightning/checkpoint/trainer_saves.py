@@ -23,7 +23,6 @@ from lightning_dist.frameworks.lightning import rank_zero
 from lightning_dist.frameworks.lightning.checkpoint import private
 from lightning_dist.frameworks.lightning.checkpoint.resume import ResumeCheckpointIO
 from lightning_dist.frameworks.lightning.checkpoint.session_io import CheckpointerIO
-from lightning_dist.frameworks.lightning.ddp import run_collective
 from lightning_dist.frameworks.lightning.model_parallel import SyncModelParallelStrategy
 from lightning_dist.settings.run import CheckpointSettings
 
@@ -111,13 +110,9 @@ def save_trainer(
         weights_only: leave out what a training needs to resume.
     """
     began = time.perf_counter()
-
-    def save() -> None:  # by another rank, where the one that writes is lost
-        saves.open(folder, together=sharded)
-        saves.watch(trainer.strategy.optimizers)  # others, if a module has put others there
-        _save(trainer, saves, path, sharded=sharded, weights_only=weights_only)
-
-    run_collective(trainer.strategy, save)
+    saves.open(folder, together=sharded)
+    saves.watch(trainer.strategy.optimizers)  # others, if a module has put others there
+    _save(trainer, saves, path, sharded=sharded, weights_only=weights_only)
     if at_once:
         saves.checkpointer.wait_for_copy()
     saves.metrics.blocking_ms = saves.blocking[path] = (time.perf_counter() - began) * 1e3

@@ -5,17 +5,15 @@ Those of recovery within the process are verified where it begins.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from torchmetrics import Metric
 
 from lightning_dist.base.features import ELASTIC_RESTART
 
@@ -134,87 +132,6 @@ def leave_out_sigterm_broadcast(trainer: pl.Trainer) -> None:
     loop._broadcast_sigterm_tensor = lambda: None
 
 
-# No hook stands between the last collective of a validation's metrics and what callbacks do then.
-def guard_validation(
-    trainer: pl.Trainer,
-    validate: Callable[[Callable[[], Any]], Any],
-    then: Callable[[], None],
-) -> None:
-    """Let a fit validate by ``validate``, which is given what the loop does.
-
-    Args:
-        then: called when the metrics are there, before the hooks at the end.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    usual, end = loop.run, loop._on_evaluation_end
-
-    def commit_and_end(*args: Any, **kwargs: Any) -> None:
-        then()
-        end(*args, **kwargs)
-
-    loop.run, loop._on_evaluation_end = lambda: validate(usual), commit_and_end
-
-
-# Metrics of torchmetrics exchange when they are first computed, wherever that is.
-def compute_at_epoch_end(
-    trainer: pl.Trainer, run_collective: Callable[[Callable[[], None]], None]
-) -> None:
-    """Compute the metrics of an epoch's steps by ``run_collective``, before the last hooks."""
-    connector: Any = trainer._logger_connector
-    usual = connector.epoch_end_reached
-
-    def compute() -> None:
-        results: Any = trainer.fit_loop.epoch_loop._results
-        for result in results.values():
-            if not result.is_tensor and result.meta.on_epoch:
-                result.value.compute()  # and keep what comes of it
-
-    def reached() -> None:
-        usual()
-        if trainer.training:
-            run_collective(compute)
-
-    connector.epoch_end_reached = reached
-
-
-def hold_validation(trainer: pl.Trainer) -> Callable[[], None]:
-    """Remember what a validation changes before its end; returns what puts it back."""
-    loop, module = trainer.fit_loop.epoch_loop.val_loop, trainer.lightning_module
-    progress, hook = loop.batch_progress.state_dict(), module._current_fx_name
-    modes = [(part, part.training) for part in module.modules()]
-    metrics = [
-        (part, {**copy.deepcopy(part.metric_state), **{name: vars(part)[name] for name in _CACHED}})
-        for part in module.modules()
-        if isinstance(part, Metric)
-    ]
-
-    def begin_again() -> None:
-        loop.teardown()
-        loop.batch_progress.load_state_dict(progress)
-        end_restart(loop)
-        trainer._logger_connector.reset_results()
-        module._current_fx_name = hook
-        for part, mode in modes:
-            part.training = mode
-        for metric, state in metrics:
-            vars(metric).update(copy.deepcopy(state))
-
-    return begin_again
-
-
-def has_batch(trainer: pl.Trainer) -> bool:
-    """Whether a batch was taken from the train dataloader that is not processed yet."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return bool(batches.ready > batches.processed)
-
-
-# Nobody else knows which hook runs.
-def is_between_micro_batches(trainer: pl.Trainer) -> bool:
-    """True in ``on_train_batch_start`` and ``on_train_batch_end``."""
-    hook = trainer.lightning_module._current_fx_name
-    return hook in ("on_train_batch_start", "on_train_batch_end")
-
-
 # Loaders are made once, and the state of a loop is taken into account once.
 def begin_fit_again(trainer: pl.Trainer) -> None:
     """Let a fit that has not taken a batch begin where its loops have been placed."""
@@ -260,10 +177,6 @@ def give_batch(closure: Any, trainer: pl.Trainer, batch: Any, index: int) -> Non
     arguments = loop._build_kwargs(OrderedDict(), batch, index)
     fresh = loop.automatic_optimization._make_closure(arguments, trainer.optimizers[0], index)
     closure._step_fn, closure._zero_grad_fn = fresh._step_fn, fresh._zero_grad_fn
-
-
-_CACHED = ("_computed", "_update_count")
-"""A metric's values beside its states."""
 
 
 # `trainer.callback_metrics` computes those of an epoch, by collectives.

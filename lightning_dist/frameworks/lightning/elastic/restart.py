@@ -318,8 +318,6 @@ class ElasticRestart(BeforeSetup, Checkpoint):
         if trainer.sanity_checking or self._at is None:
             return
         self._at.generators.restore()
-        if isinstance(self._at, RecoverableTrainerLoop):  # ranks may be at different batches of it
-            return
         batches = sum(trainer.num_val_batches)
         number = int(batches) if batches != float("inf") else -1
         numbers = self._session.members.ranks.gather(number)
