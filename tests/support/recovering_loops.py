@@ -10,7 +10,8 @@ a step), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals), ``rank
 ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
 ``dropout`` (of the inputs of a worker), ``accumulate``, ``notices`` (wait in a pass of this step
 until it is known that a rank is lost), ``loads`` (a worker that dies while all load a batch of a
-step), ``epochs`` and ``hang_timeout``. Every rank writes what it computes and what it has committed
+step), ``averages`` (of weights; ``"early"``: before the optimizer steps), ``epochs`` and
+``hang_timeout``. Every rank writes what it computes and what it has committed
 to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -355,6 +356,8 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     made = Made(module, sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     scaled: dict[str, Any] = {"scaler": scaler} if own and "overflows" in told else {}
+    average = torch.optim.swa_utils.AveragedModel(module)
+    averaged = {"average": average} if "averages" in told else {}
     if own:
         init_process_group("gloo", recovery="in_process")
         framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
@@ -383,7 +386,13 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
         ElasticLoop(
             folder / "ckpt",
             loader=DataLoader(Samples(load=load), batch_size=batch_size, shuffle=True),
-            state={"model": model, "optimizer": optimizer, "scheduler": scheduler, **scaled},
+            state={
+                "model": model,
+                "optimizer": optimizer,
+                "scheduler": scheduler,
+                **scaled,
+                **averaged,
+            },
             every_n_train_steps=told.get("saves", 4),
             gradient_accumulation_steps=accumulate,
             seed=5,
@@ -438,6 +447,8 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                 made.backward(scaler.scale(loss) if scaled else loss)
                 if loop.micro_batch.weight:
                     ids = ids + numbers.tolist()
+                if told.get("averages") == "early" and loop.sync_gradients:
+                    average.update_parameters(module)
                 if loop.sync_gradients:
                     ranks = made.ranks() if own else []
                     note(computed=begun + 1, ids=ids, generation=number, epoch=epoch, ranks=ranks)
@@ -448,6 +459,8 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                         optimizer.step()
                     faults.strike("after the step")
                     scheduler.step()
+                    if told.get("averages") == "late":
+                        average.update_parameters(module)
                     optimizer.zero_grad()
                     if recovery is None or not recovery.is_given_up:
                         note(
@@ -460,7 +473,8 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                             scale=scaler.get_scale(),
                         )
                     loop.step_done()  # which may end this process
-    note(end=loop.steps, hash=digest(module), metrics=loop.metrics())
+    of_average = {"averaged": int(average.n_averaged), "average": digest(average)}
+    note(end=loop.steps, hash=digest(module), metrics=loop.metrics(), **of_average)
     faulthandler.cancel_dump_traceback_later()
     if own.startswith("0."):
         torch.save(module.state_dict(), folder / f"weights-{own}.pt")

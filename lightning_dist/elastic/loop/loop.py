@@ -219,6 +219,8 @@ class ElasticLoop:
             with run.objects.exchanging(self._this.ends_step):
                 yield batch if self._move is None else self._move(batch)
             self._require_step_done()
+            if self.sync_gradients:
+                run.objects.require_unchanged()
             run.session.lifecycle.heartbeat()
             if not run.is_current:
                 return
@@ -264,10 +266,12 @@ class ElasticLoop:
         recovery = self._run.recovery
         if recovery is not None and recovery.is_given_up:
             self._run.take_again()
+            self._run.objects.end_step()
             return
         self._run.step(self._run.data.plan().after(self._index + 1))
         # A checkpoint after the last step waits for what the user does after the epoch.
         self._run.sync_point()
+        self._run.objects.end_step()
 
     def __exit__(
         self,

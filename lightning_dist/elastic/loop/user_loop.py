@@ -90,7 +90,7 @@ class UserLoop(RecoverableLoop):
             generations,
             model,
             optimizers=self.objects.optimizers,
-            counters=self.objects.counters,
+            objects=self.objects.in_steps,
             steps=lambda: self.steps,
             mirror_every=self._mirror_every,
         )

@@ -6,18 +6,15 @@ user's own and under a Trainer, follows it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_dist.elastic import rng
 from lightning_dist.elastic.data.plan import lr_factor
 from lightning_dist.elastic.private import order_buckets, send_buffers
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
@@ -34,6 +31,7 @@ from lightning_dist.elastic.recovery.regroup import (
     require_flat,
     require_recoverable,
 )
+from lightning_dist.elastic.recovery.undo import StepUndo, UndoError
 from lightning_dist.elastic.session import ElasticSession, TrainingLoop
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.reducer.stats import untraced
@@ -48,7 +46,7 @@ class StepRecovery:
         generations: of this worker.
         model: whose gradients are compressed.
         optimizers: of ``model``.
-        counters: by name, what else a step changes before it is known that it has failed.
+        objects: by name, what else a step may change, as of :class:`.StepUndo`.
         steps: optimizer steps so far.
         with_closures: optimizers are given closures, in which the caller sees that a step is given
             up; otherwise a hook leaves optimizers nothing to do.
@@ -64,7 +62,7 @@ class StepRecovery:
         model: DistributedDataParallel,
         *,
         optimizers: Sequence[Optimizer],
-        counters: Mapping[str, Any],
+        objects: Mapping[str, Any],
         steps: Callable[[], int],
         with_closures: bool = False,
         mirror_every: int | None = None,
@@ -75,13 +73,12 @@ class StepRecovery:
                 "optimizer, or recovery='restart'"
             )
         self.generations, self._model, self._steps = generations, model, steps
-        self._optimizers, self._counted = list(optimizers), dict(counters)
+        self._optimizers = list(optimizers)
         self.reducer = require_recoverable(model)
         """The reducer of the model."""
         # It skips optimizers, so that no hook of theirs comes before it changes its scale.
-        self._scales = self.reducer.has_grad_scaler
-        if self._scales and not any(
-            isinstance(counter, GradScaler) for counter in counters.values()
+        if self.reducer.has_grad_scaler and not any(
+            isinstance(each, GradScaler) for each in objects.values()
         ):
             raise ValueError(
                 "Repeating a step needs the scale that its GradScaler had at the start of the "
@@ -114,6 +111,7 @@ class StepRecovery:
         self._has_state = False
         self._next: Generation | None = None  # made while the reducer's thread has waited
         self._store_lost: StoreLostError | None = None
+        self._undo = StepUndo(model.module, optimizers=optimizers, objects=objects)
         self.begin_step()
 
     # What the reducer asks, on its thread.
@@ -141,20 +139,7 @@ class StepRecovery:
         """Remember what a step changes before it is applied."""
         self._arrivals += 1
         self._begun = self.reducer.step
-        self._put_generators_back = rng.hold()
-        self._buffers = [(buffer, buffer.clone()) for buffer in self._model.module.buffers()]
-        self._counters: dict[str, Any] | None = None
-        if self._scales:
-            self._remember_counters()
-
-    def _remember_counters(self) -> None:
-        self._counters = {
-            name: copy.deepcopy(counter.state_dict()) for name, counter in self._counted.items()
-        }
-        self._rates = [
-            [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-            for optimizer in self._optimizers
-        ]
+        self._undo.begin()
 
     @property
     def is_committed(self) -> bool:
@@ -178,27 +163,19 @@ class StepRecovery:
             )
         if not self.is_given_up:
             return
-        if self._counters is None:
-            self._remember_counters()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        self._undo.give_up()
 
-    @torch.no_grad()
     def undo(self) -> None:
         """Put everything as it was when the step began: its exchange has failed."""
         for parameter in self._model.module.parameters():
             parameter.grad = None
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
-        self._put_generators_back()
-        for name, state in (self._counters or {}).items():
-            self._counted[name].load_state_dict(state)
-        if self._counters is not None:
-            for optimizer, groups in zip(self._optimizers, self._rates, strict=True):
-                for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                    group.update(settings)
-        self._counters = None
+        try:
+            self._undo.put_back()
+        except UndoError as error:
+            self.generations.end(str(error), code=EXIT_RESTART)
 
     @property
     def is_broken(self) -> bool:

@@ -189,6 +189,38 @@ def test_batches_that_are_not_as_agreed(
                     call(loop)
 
 
+@pytest.mark.parametrize("late", ["average", "scheduler", ""])
+def test_objects_that_change_after_a_step_is_done_are_refused(late: str, tmp_path: Path) -> None:
+    """By name: a checkpoint of that step would lack the change. Between two epochs they may."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    changes = {"average": lambda: average.update_parameters(model), "scheduler": scheduler.step}
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "average": average}
+
+    def train() -> None:
+        with ElasticLoop(tmp_path, loader=make_loader(), state=state) as loop:
+            for _ in loop.epochs(2):
+                for _batch in loop.batches():
+                    loop.scale_loss(torch.ones((), requires_grad=True)).backward()
+                    for name, change in changes.items():
+                        if name != late:
+                            change()
+                    loop.step_done()
+                    if late:
+                        changes[late]()
+                for change in changes.values():
+                    change()
+
+    if not late:
+        train()
+        assert int(average.n_averaged) == scheduler.last_epoch == 2 * 13
+        return
+    with pytest.raises(ValueError, match=rf"state\['{late}'\] was changed after loop.step_done"):
+        train()
+
+
 def test_an_epoch_that_is_left_for_the_next(tmp_path: Path) -> None:
     with (  # noqa: PT012
         pytest.raises(ValueError, match="Epoch 0 has batches left"),

@@ -160,6 +160,22 @@ def test_a_grad_scaler_is_as_at_the_begin_of_a_step_that_is_taken_again(
         assert line["scale"] == 1024.0 * 2 ** (line["committed"] // 3)
 
 
+@pytest.mark.parametrize("when", ["late", "early"])
+def test_an_average_of_weights_has_each_step_once(
+    when: str, tmp_path: Path, quick_python: list[str]
+) -> None:
+    """What a failed step changes is put back; all restart where that was before it was known."""
+    fault = ["0.1.0", "between buckets", STEP]
+    joins = {"joins": 10} if when == "late" else {}
+    job = LoopJob(tmp_path, quick_python, averages=when, faults=[fault], **joins)
+    job.require_exact(again=when == "early")
+    ends = job.of("end")
+    assert [line["averaged"] for line in ends] == [LAST] * 3
+    assert len({line["average"] for line in ends}) == 1
+    refused = "state['average'] was changed in a step before optimizer.step()" in job.output
+    assert refused == (when == "early")
+
+
 @of_both
 def test_a_step_that_cannot_be_completed_ends_at_the_next_micro_batch(
     kind: type[LoopJob], tmp_path: Path, quick_python: list[str]

@@ -55,7 +55,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
             strategy.generations,
             strategy.ddp,
             optimizers=trainer.optimizers,
-            counters={},
+            objects={},
             steps=lambda: trainer.global_step,
             with_closures=True,
             mirror_every=strategy.mirror_every,
