@@ -66,6 +66,11 @@ class TrainingLoop:
         raise NotImplementedError
 
     @property
+    def script(self) -> dict[str, Any]:
+        """What the script says of the training, equal on all ranks; or some would wait in vain."""
+        raise NotImplementedError
+
+    @property
     def has_failed(self) -> bool:
         """Whether an exchange of gradients has failed."""
         return False
@@ -101,7 +106,7 @@ class ElasticSession:
         self._saved_step = -1  # of the last save that this start has asked for
         self.newest = ""
         """The newest checkpoint that is known to be durable, on all ranks."""
-        self._is_open = False
+        self._is_open = self._has_joined = False
 
     @property
     def members(self) -> Membership:
@@ -179,6 +184,7 @@ class ElasticSession:
             self._loop, self.resumed = loop, None
             self._saved_step, self.newest = facts["saved_step"], facts["newest"]
             self._retention, self._is_open = self._retained(loop), True
+            self._has_joined = True
         known = facts or self.facts()
         run, seed = known["run_id"], known["seed"]
         self.history.move(self.settings.folder, ranks=members.ranks, run_id=run, seed=seed)
@@ -228,9 +234,9 @@ class ElasticSession:
             ValueError: ranks would take different batches.
         """
         world_size = self.members.world_size
-        if not self.lifecycle.recovers:  # otherwise one begins where others are in a step
-            facts = self._loop.data.agreed
-            rule = "All ranks must take batches of the same data"
+        if not self._has_joined:  # otherwise the others are in a step
+            facts = {**self._loop.data.agreed, **self._loop.script}
+            rule = "All ranks must train in the same way, on batches of the same data"
             self.members.ranks.require_equal(facts, rule=rule)
         line = start_line(self.resumed, now, world_size=world_size, foreign=foreign)
         self._loop.info(line)

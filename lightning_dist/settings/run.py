@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from lightning_dist.base.features import RECOVERY
 from lightning_dist.settings.declared import (
@@ -228,6 +228,12 @@ class RunSettings:
                 "Checkpoints are taken after steps, after epochs or both; got every_n_train_steps="
                 f"{self.every_n_train_steps} and every_n_epochs={self.every_n_epochs}"
             )
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """Settings that are equal on all ranks, or they would not save together."""
+        names = ("every_n_train_steps", "every_n_epochs", "batch_policy")
+        return {**{name: getattr(self, name) for name in names}, "format": self.saving.format}
 
     def require_recoverable(self) -> None:
         """Raise a ValueError if checkpoints need ranks that may be lost in the process."""

@@ -10,9 +10,9 @@ a step), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals), ``rank
 ``framework``, ``overflows`` (a GradScaler scales, and a step has an inf until it is taken again),
 ``dropout`` (of the inputs of a worker), ``accumulate``, ``notices`` (wait in a pass of this step
 until it is known that a rank is lost), ``loads`` (a worker that dies while all load a batch of a
-step), ``averages`` (of weights; ``"early"``: before the optimizer steps), ``epochs`` and
-``hang_timeout``. Every rank writes what it computes and what it has committed
-to ``FOLDER/<worker>.jsonl``.
+step), ``averages`` (of weights; ``"early"``: before the optimizer steps), ``other`` (a worker
+whose script saves after other steps), ``epochs`` and ``hang_timeout``. Every rank writes what it
+computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
 import faulthandler
@@ -393,7 +393,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                 **scaled,
                 **averaged,
             },
-            every_n_train_steps=told.get("saves", 4),
+            every_n_train_steps=told.get("saves", 4) + (own == told.get("other")),
             gradient_accumulation_steps=accumulate,
             seed=5,
             hang_timeout=told.get("hang_timeout", 600.0),

@@ -66,7 +66,8 @@ class Module(pl.LightningModule):
         return self.trainer.strategy.generations
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step >= self.told.get("joins", 1 << 20):
+        step, joins = self.trainer.global_step, self.told.get("joins", 1 << 20)
+        if step in joins if isinstance(joins, list) else step >= joins:
             missing = self.told.get("ranks", 3) - self.trainer.world_size
             await_newcomers(self.generations, missing=missing)
 
@@ -188,7 +189,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     loggers: list[Any] = [CSVLogger(folder)]
     if told.get("logs") == "wandb":
         loggers.append(WandbLogger(offline=True, save_dir=folder))
-    bar = TQDMProgressBar()
+    bar, saves = TQDMProgressBar(), 4 + (module.own == told.get("other"))
     others += [bar] if "bar" in told else []
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -200,7 +201,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
             mirror_residuals=told.get("mirror", False),
             bucket_cap_mb=0.0001,
         ),
-        callbacks=[ElasticRestart(folder / "ckpt", every_n_train_steps=4, seed=5), *others],
+        callbacks=[ElasticRestart(folder / "ckpt", every_n_train_steps=saves, seed=5), *others],
         max_epochs=told.get("epochs", EPOCHS),
         accumulate_grad_batches=accumulate,
         gradient_clip_val=told.get("clip"),

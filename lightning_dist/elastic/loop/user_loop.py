@@ -16,7 +16,7 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.checkpoint.reading import load
 from lightning_dist.elastic.data.plan import Position
 from lightning_dist.elastic.data.sampling import keep_workers
-from lightning_dist.elastic.data.sharding import DataShards, NotExactError
+from lightning_dist.elastic.data.sharding import DataShards, NotExactError, facts_of
 from lightning_dist.elastic.loop.objects import Objects
 from lightning_dist.elastic.process.lifecycle import Ended
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
@@ -92,6 +92,7 @@ class UserLoop(RecoverableLoop):
             optimizers=self.objects.optimizers,
             objects=self.objects.in_steps,
             steps=lambda: self.steps,
+            script=self.script,
             mirror_every=self._mirror_every,
         )
         self.session.lifecycle.waits_for_another = generations.member.waits_for_another
@@ -229,6 +230,15 @@ class UserLoop(RecoverableLoop):
     def end_epoch(self, epoch: int) -> None:
         """``epoch`` is over, with what the user does after its batches."""
         self.position, self._before_epoch = Position(epoch + 1), self.total_samples
+
+    @property
+    @override
+    def script(self) -> dict[str, Any]:
+        return {
+            **self._settings.agreed,
+            "gradient_accumulation_steps": self._accumulate,
+            "loader": facts_of(_unprepared(self._loader)),
+        }
 
     @property
     @override

@@ -18,7 +18,7 @@ import stat
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
@@ -257,10 +257,10 @@ class Generations:
         with self._needing_store():
             return self.member.finds_others()
 
-    def announce(self, fingerprint: str) -> Generation:
+    def announce(self, facts: Mapping[str, str]) -> Generation:
         """Say that this worker is ready, and wait for the first generation with it."""
         with self._needing_store():
-            return self.member.announce(fingerprint)
+            return self.member.announce(facts)
 
     def after(self, report: WorkerReport) -> Generation:
         """End this generation here, and wait for the next one."""
@@ -334,13 +334,13 @@ class Generations:
         return members, data, control
 
     def _require_place(self, generation: Generation, *, has_state: bool) -> None:
+        if why := generation.refused.get(self.member.name):
+            raise ValueError(
+                "this worker is of another training than those that it would join; start the same "
+                f"script with the same packages on all nodes. {why}"
+            )
         if generation.ends:
             self.end(generation.ends, code=EXIT_RESTART)
-        if self.member.name in generation.refused:
-            raise ValueError(
-                "this worker's model, settings or versions differ from those of the training that "
-                "it would join; start the same script with the same packages on all nodes"
-            )
         if self.member.name not in generation.members:
             self.end("a generation was formed without this worker", code=EXIT_EVICTED)
         if self.member.name in generation.heals and has_state:

@@ -234,7 +234,7 @@ class Member:
 
         return self._ask(looks())
 
-    def announce(self, fingerprint: str) -> Generation:
+    def announce(self, facts: Mapping[str, str]) -> Generation:
         """Say that this worker is ready to train; the first generation that has it.
 
         Raises:
@@ -244,7 +244,7 @@ class Member:
         def looks() -> Iterator[Generation | None]:
             self.store.set(
                 Keys.report(NOT_YET, self.name),
-                encode(WorkerReport(self.name, fingerprint=fingerprint)),
+                encode(WorkerReport(self.name, facts=facts)),
             )
             newest = -1
             while True:  # a spare waits as long as all places are taken

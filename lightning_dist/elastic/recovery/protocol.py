@@ -67,7 +67,7 @@ class WorkerReport:
         finite: of the last vote that it has the answer to: whether that step was finite.
         failed: False where it pauses at a step boundary, for newcomers.
         reason: of the failure, for people.
-        fingerprint: of model, settings and versions; a newcomer whose is another is refused.
+        facts: of model, script, settings and versions, by name; a newcomer with others is refused.
     """
 
     worker: str
@@ -77,7 +77,7 @@ class WorkerReport:
     finite: bool = True
     failed: bool = False
     reason: str = ""
-    fingerprint: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Generation:
         leader: the member that writes; it stays as long as it is one. Members that have missed a
             generation know it too.
         newcomers: members that were in no generation.
-        refused: newcomers that are of another training, and end with an error.
+        refused: newcomers that are of another training, and end with an error; and what differs.
         waiting: value of ``Keys.waiting`` when it was made; members pause when it is greater.
         reason: for people: who is gone and why, who has joined.
         ends: why there can be no such generation, so that all end and are restarted from a
@@ -112,7 +112,7 @@ class Generation:
     source: str | None = None
     leader: str = ""
     newcomers: Sequence[str] = ()
-    refused: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
     waiting: int = 0
     reason: str = ""
     ends: str = ""
@@ -244,8 +244,8 @@ def next_generation(
     reasons = [f"worker {name} was lost: {gone[name]}" for name in now.members if name in gone]
     number = now.number + 1
 
-    def end(why: str, refused: Sequence[str] = ()) -> Generation:
-        return Generation(number, refused=tuple(refused), ends="; ".join([*reasons, why]))
+    def end(why: str, refused: Mapping[str, str] | None = None) -> Generation:
+        return Generation(number, refused=refused or {}, ends="; ".join([*reasons, why]))
 
     if now.members and not stopped:
         return end("no worker is left")
@@ -255,12 +255,20 @@ def next_generation(
     )
     if step < 0:
         return end("no remaining worker has the state of training")
-    known = {report.fingerprint for report in (reports[name] for name in stopped)} or {
-        ready[name].fingerprint for name in newcomers
+    known = reports[stopped[0]].facts if stopped else ready[newcomers[0]].facts
+    refused = {
+        name: differences
+        for name in newcomers
+        if (differences := _differences(ready[name].facts, known))
     }
-    if not now.members and len(known) > 1:
-        return end("the workers belong to different trainings", refused=newcomers)
-    refused = [name for name in newcomers if ready[name].fingerprint not in known]
+    if not now.members and refused:  # nobody knows who is right
+        other = ready[next(iter(refused))].facts
+        refused |= {
+            name: _differences(ready[name].facts, other)
+            for name in newcomers
+            if name not in refused
+        }
+        return end("the workers belong to different trainings", refused)
     room = max(0, max_workers - len(stopped))
     admitted = [name for name in newcomers if name not in refused][:room]
     if len(stopped) + len(admitted) < min_workers:
@@ -280,8 +288,18 @@ def next_generation(
         source=newest[0] if newest else None,
         leader=now.leader if now.leader in stopped else (newest or applies or admitted)[0],
         newcomers=tuple(admitted),
-        refused=tuple(refused),
+        refused=refused,
         reason="; ".join(reasons),
+    )
+
+
+def _differences(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
+    """What a newcomer has otherwise, for people; empty if nothing."""
+    names = dict.fromkeys((*known, *facts))
+    return "; ".join(
+        f"{name} is {facts.get(name)} here and {known.get(name)} there"
+        for name in names
+        if facts.get(name) != known.get(name)
     )
 
 

@@ -48,6 +48,7 @@ class StepRecovery:
         optimizers: of ``model``.
         objects: by name, what else a step may change, as of :class:`.StepUndo`.
         steps: optimizer steps so far.
+        script: what the script says of the training; a newcomer must say the same.
         with_closures: optimizers are given closures, in which the caller sees that a step is given
             up; otherwise a hook leaves optimizers nothing to do.
         mirror_every: steps between two copies of residuals to the next rank; None: there are none.
@@ -64,6 +65,7 @@ class StepRecovery:
         optimizers: Sequence[Optimizer],
         objects: Mapping[str, Any],
         steps: Callable[[], int],
+        script: Mapping[str, Any],
         with_closures: bool = False,
         mirror_every: int | None = None,
     ) -> None:
@@ -73,6 +75,7 @@ class StepRecovery:
                 "optimizer, or recovery='restart'"
             )
         self.generations, self._model, self._steps = generations, model, steps
+        self._script = dict(script)
         self._optimizers = list(optimizers)
         self.reducer = require_recoverable(model)
         """The reducer of the model."""
@@ -211,7 +214,7 @@ class StepRecovery:
 
     def begin(self) -> tuple[Generation, Membership]:
         """Wait for the first generation with this worker, and enter it."""
-        return self._enter_one_from(self.generations.announce(self._fingerprint))
+        return self._enter_one_from(self.generations.announce(self._facts))
 
     def change(self) -> tuple[Generation, Membership]:
         """End this generation here, and enter the next one."""
@@ -290,14 +293,14 @@ class StepRecovery:
             finite=self.reducer.answer.finite,
             failed=failed,
             reason="" if failure is None else str(failure)[:300],
-            fingerprint=self._fingerprint,
+            facts=self._facts,
         )
 
     @property
-    def _fingerprint(self) -> str:
-        settings = self.reducer.settings.fingerprint()
+    def _facts(self) -> dict[str, str]:
+        settings = {**self.reducer.settings.fingerprint(), **self._script}
         facts = {**settings, "parameters": describe_parameters(self._model.module)}
-        return repr(sorted(facts.items(), key=str))
+        return {name: repr(value) for name, value in facts.items()}
 
     def _break(self) -> None:
         self.outage.begin()

@@ -111,7 +111,7 @@ class CompressedDDPStrategy(SyncDDPStrategy):
             init_alone()
             environment_of_members.is_apart = self._is_apart = True
             return
-        generation = generations.announce("")
+        generation = generations.announce({})
         if generation.number > 0 and not generation.ends:  # it was made meanwhile, without us
             generations.end("it is not ready for others yet", code=EXIT_EVICTED)
         try:

@@ -83,8 +83,8 @@ def main(folder: Path) -> None:
     store = connect()
     while (folder / f"late-{name}").exists():
         time.sleep(LOOK)
-    fingerprint = name if (folder / f"other-{name}").exists() else ""
-    store.set(Keys.report(-1, name), encode(WorkerReport(name, fingerprint=fingerprint)))
+    facts = {"model": name} if (folder / f"other-{name}").exists() else {}
+    store.set(Keys.report(-1, name), encode(WorkerReport(name, facts=facts)))
     made, step = Generation(-1), 0
     while True:
         made = next_generation(store, name, made.number)

@@ -215,6 +215,28 @@ def test_under_other_frameworks(framework: str, tmp_path: Path, quick_python: li
 
 
 @of_both
+def test_a_newcomer_whose_script_is_another_is_refused(
+    kind: type[LoopJob], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """With what differs; the others go on without it."""
+    told = {"faults": [["0.1.0", "between buckets", STEP]], "other": "0.1.1", "restarts": 1}
+    job = kind(tmp_path, quick_python, **told, joins=[10], fails=True)
+    assert "every_n_train_steps is 5 here and 4 there" in job.output
+    assert [line["end"] for line in job.of("end")] == [LAST] * 2
+    assert not any("computed" in line for line in job.lines["0.1.1"])
+
+
+@of_both
+def test_ranks_whose_scripts_differ_do_not_begin(
+    kind: type[LoopJob], tmp_path: Path, quick_python: list[str]
+) -> None:
+    job = kind(tmp_path, quick_python, other="0.1.0", restarts=0, fails=True)
+    assert "ValueError" in job.output
+    assert "every_n_train_steps" in job.output
+    assert not job.of("computed")
+
+
+@of_both
 def test_two_ranks_at_once(kind: type[LoopJob], tmp_path: Path, quick_python: list[str]) -> None:
     """One is left, and goes on alone until both others have come again."""
     both = [["0.0.0", "between buckets", STEP], ["0.2.0", "after the vote", STEP - 1]]

@@ -41,9 +41,9 @@ class Job:
         self.store.add(Keys.workers, 1)
         self.names.append(name)
 
-    def be_ready(self, *names: str, fingerprint: str = "") -> None:
+    def be_ready(self, *names: str, model: str = "") -> None:
         for name in names:
-            report = WorkerReport(name, fingerprint=fingerprint)
+            report = WorkerReport(name, facts={"model": model} if model else {})
             self.store.set(Keys.report(-1, name), encode(report))
 
     def report(self, *names: str, step: int = 0, failed: bool = True) -> None:
@@ -295,9 +295,9 @@ def test_a_failure_after_some_have_ended_is_that_of_the_others(three: Job) -> No
 
 def test_a_refused_newcomer_is_refused_once(three: Job) -> None:
     three.start("1.0.0")
-    three.be_ready("1.0.0", fingerprint="another model")
+    three.be_ready("1.0.0", model="another")
     three.report(*three.names[:3], failed=False)
-    assert three.look().refused == ("1.0.0",)
+    assert three.look().refused == {"1.0.0": "model is another here and None there"}
     assert three.pass_time(30).number == 1
     assert describe(three.newest).endswith("refused: 1.0.0")
 

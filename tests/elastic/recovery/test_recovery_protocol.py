@@ -155,7 +155,7 @@ reports = st.builds(
     holds=st.booleans(),
     finite=st.booleans(),
     failed=st.booleans(),
-    fingerprint=st.just("a"),
+    facts=st.just({"model": "a"}),
 )
 
 
@@ -189,7 +189,7 @@ def test_more_dead_are_never_members(facts: Facts, victim: str) -> None:
 
 
 def start(*prints: str, **limits: int) -> Facts:
-    ready = {name(k): WorkerReport(name(k), fingerprint=each) for k, each in enumerate(prints)}
+    ready = {name(k): WorkerReport(name(k), facts={"model": each}) for k, each in enumerate(prints)}
     return Facts(Generation(-1), ready=ready, **limits)  # type: ignore[arg-type]
 
 
@@ -203,7 +203,10 @@ def test_the_first_generation_waits_for_all() -> None:
 def test_the_first_generation_is_of_one_training() -> None:
     after = start("a", "b", min_workers=2).made
     assert after.ends == "the workers belong to different trainings"
-    assert after.refused == ("0.0.0", "0.1.0")
+    assert after.refused == {
+        "0.1.0": "model is b here and a there",
+        "0.0.0": "model is a here and b there",
+    }
 
 
 def test_the_first_generation_goes_on_from_a_checkpoint() -> None:

@@ -65,7 +65,8 @@ def test_models(make: Any, says: str) -> None:
 
 def recovery(model: DistributedDataParallel, **given: Any) -> StepRecovery:
     generations = cast("Generations", SimpleNamespace())
-    return StepRecovery(generations, model, optimizers=[], objects={}, steps=lambda: 0, **given)
+    nothing: dict[str, Any] = {"optimizers": [], "objects": {}, "script": {}}
+    return StepRecovery(generations, model, steps=lambda: 0, **nothing, **given)
 
 
 def test_a_grad_scaler_that_is_not_in_the_state() -> None:

@@ -62,6 +62,16 @@ class TrainerDataShards(DataShards):
         self.own_state: Any = None
         """The position that such a loader was given; None if it begins at its begin."""
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the script says of steps and epochs, before any plan of them."""
+        return {
+            "accumulate_grad_batches": self._accumulate,
+            "limit_train_batches": self._limit,
+            "val_check_interval": self._interval,
+            "train dataloader": self.facts,
+        }
+
     def take(self, loader: Any) -> Any:
         """This rank's share of the user's ``loader``, or the loader as it is. On all ranks."""
         self.is_known = True

@@ -57,6 +57,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
             optimizers=trainer.optimizers,
             objects={},
             steps=lambda: trainer.global_step,
+            script=self.script,
             with_closures=True,
             mirror_every=strategy.mirror_every,
         )

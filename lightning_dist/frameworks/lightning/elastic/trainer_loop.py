@@ -30,6 +30,13 @@ from lightning_dist.frameworks.lightning.elastic.loops import (
 from lightning_dist.frameworks.lightning.model_parallel import SyncModelParallelStrategy
 from lightning_dist.ranks.agreement import Membership
 
+_FLAGS = (
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "limit_val_batches"),
+    *("check_val_every_n_epoch", "gradient_clip_val", "gradient_clip_algorithm", "precision"),
+    *("log_every_n_steps", "reload_dataloaders_every_n_epochs"),
+)
+"""Settings of a trainer that ranks have in common, and that the plan of the data leaves alone."""
+
 
 class TrainerLoop(TrainingLoop):
     """Operations of a fit for its session, and its position in the data.
@@ -63,6 +70,13 @@ class TrainerLoop(TrainingLoop):
     @override
     def epoch(self) -> int:
         return self._trainer.current_epoch
+
+    @property
+    @override
+    def script(self) -> dict[str, Any]:
+        trainer: Any = self._trainer
+        flags = {flag: getattr(trainer, flag) for flag in _FLAGS}
+        return {**self.session.settings.agreed, **flags, **self.data.given}
 
     @property
     @override
