@@ -47,7 +47,7 @@ ROOMS = {
         *("elastic/data", "elastic/process", "elastic/loop/test_loop.py"),
         *("elastic/test_journal.py", "elastic/test_progress.py", "elastic/test_rendezvous.py"),
         "elastic/test_store_queue.py",
-        *("elastic/recovery/test_fork_server.py", "elastic/recovery/test_generations.py"),
+        *("elastic/launcher", "elastic/recovery/test_generations.py"),
         *(
             f"elastic/recovery/test_recovery_{e}.py"
             for e in ("coordinator", "launcher", "protocol")
