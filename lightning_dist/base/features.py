@@ -213,6 +213,7 @@ RESTART = Feature(
     "Elastic restart",
     "2.7",
     {
+        "torch:Tensor": "_version",
         "torch.optim.lr_scheduler:LRScheduler": "_last_lr",
         "torch.optim.lr_scheduler:SequentialLR": "_schedulers",
         "torch.utils.data:DataLoader": "_iterator",

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dist.base.features import LAUNCH, RECOVERY, RESTART
 
@@ -52,6 +53,12 @@ def send_buffers(model: DistributedDataParallel) -> None:
         dist._broadcast_coalesced(  # type: ignore[attr-defined]  # torch re-exports it silently
             model.process_group, buffers, size, 0
         )
+
+
+# Nobody else counts what is written to a tensor.
+def version_of(tensor: Tensor) -> int:
+    """A number that rises with every operation that writes to a tensor."""
+    return tensor._version
 
 
 # Persistent workers end when their iterator is collected, and in a circle of references it is not.

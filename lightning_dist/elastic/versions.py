@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from lightning_dist.elastic.private import version_of
+
 
 class TensorVersions:
     """Versions of the tensors of modules: numbers that rise with every operation that writes.
@@ -32,9 +34,9 @@ class TensorVersions:
 
     def mark(self) -> None:
         """:meth:`changed` looks for what is written from here on."""
-        self._marked = [tensor._version for _, tensor in self._named]
+        self._marked = [version_of(tensor) for _, tensor in self._named]
 
     def changed(self) -> str:
         """Name of a module that has changed; empty if none has."""
         pairs = zip(self._named, self._marked, strict=True)
-        return next((name for (name, tensor), at in pairs if tensor._version != at), "")
+        return next((name for (name, tensor), at in pairs if version_of(tensor) != at), "")
