@@ -397,16 +397,15 @@ class ElasticSession:
             return
         self.retention.agree_on_failures()
         saved, steps = self._save_for_good(), self._loop.steps
-        notices = self.members.ranks.gather(self.lifecycle.notice)
-        reasons = [reason for _, reason in notices]
-        self._loop.stopping(reasons)
         # A launcher that sees a rank go tells the others once more. That must end them, also where
-        # they would wait for the launcher, as functions that it has called do. So no rank leaves
-        # before all have come here.
+        # they would wait for the launcher, as functions that it has called do.
         self._loop.all_saved()
-        self.members.ranks.gather(None)
+        # No rank leaves before all have come here.
+        notices = self.members.ranks.gather(self.lifecycle.notice)
         self.members.stop.end()
+        reasons = [reason for _, reason in notices]
         code = self.lifecycle.stop(notices, is_saved=saved == steps)
+        self._loop.stopping(reasons)
         say = self._loop.info if saved == steps else self._loop.warn
         say(stop_line(steps, reasons, saved=saved))
         self.lifecycle.leave()

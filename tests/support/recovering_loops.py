@@ -459,8 +459,6 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                         optimizer.step()
                     faults.strike("after the step")
                     scheduler.step()
-                    if told.get("averages") == "late":
-                        average.update_parameters(module)
                     optimizer.zero_grad()
                     if recovery is None or not recovery.is_given_up:
                         note(
@@ -472,7 +470,9 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
                             lr=scheduler.get_last_lr()[0],
                             scale=scaler.get_scale(),
                         )
-                    loop.step_done()  # which may end this process
+                    loop.step_done()
+                    if told.get("averages") == "late":
+                        average.update_parameters(module)
     of_average = {"averaged": int(average.n_averaged), "average": digest(average)}
     note(end=loop.steps, hash=digest(module), metrics=loop.metrics(), **of_average)
     faulthandler.cancel_dump_traceback_later()

@@ -8,11 +8,12 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -87,14 +88,12 @@ class WorkerStarts:
             outputs: descriptors of its stdout and stderr.
         """
         if self._usual is None:
-            self._usual = reason_for_usual_starts(command)
+            self._usual = reason_for_usual_starts(command) or self._reason_without_plan()
             if self._usual and os.environ.get(PRELOAD) != "0":
                 log.warning("launch: workers cannot be forks: %s", self._usual)
         self._last = command, environment
         words = [*command]
-        if not self._usual:
-            journal = self._journals.get(local_rank) or self._files.new("journal")
-            self._journals[local_rank] = journal
+        if not self._usual and (journal := self._journal_of(local_rank)):
             if self._server is not None and (
                 forked := self._server.start(command, environment, journal, outputs=outputs)
             ):
@@ -105,6 +104,19 @@ class WorkerStarts:
         return subprocess.Popen(
             words, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
         )
+
+    def _reason_without_plan(self) -> str:
+        try:
+            self._plan_file = self._files.new()
+        except OSError as error:
+            return f"the launcher has no place for temporary files: {error}"
+        return ""
+
+    def _journal_of(self, local_rank: int) -> str:
+        with suppress(OSError):  # a worker that is not recorded is started as usual
+            if local_rank not in self._journals:
+                self._journals[local_rank] = self._files.new()
+        return self._journals.get(local_rank, "")
 
     def look(self) -> None:
         """Let the server import what workers have imported, if that is more and they are quiet.
@@ -120,7 +132,7 @@ class WorkerStarts:
         if now - self._changed < QUIET_SECONDS or sizes == self._planned or not any(sizes.values()):
             return
         if self._server is None:
-            self._server = ForkServer(*self._last, plan=self._files.new("plan"))
+            self._server = ForkServer(*self._last, plan=self._plan_file)
         if self._server.is_busy:
             return
         self._planned = sizes
@@ -147,17 +159,21 @@ class AnonymousFiles:
     """
 
     def __init__(self) -> None:
-        self._descriptors: list[int] = []
+        self._files: list[IO[bytes]] = []
 
-    def new(self, name: str) -> str:
-        """The path of a new file; ``name`` is for those who list open files."""
-        self._descriptors.append(os.memfd_create(f"lightning_dist-{name}"))
-        return f"/proc/{os.getpid()}/fd/{self._descriptors[-1]}"
+    def new(self) -> str:
+        """The path of a new file.
+
+        Raises:
+            OSError: there is no place for it.
+        """
+        self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
+        return f"/proc/{os.getpid()}/fd/{self._files[-1].fileno()}"
 
     def close(self) -> None:
         """Give them up; others keep what they have opened."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        while self._files:
+            self._files.pop().close()
 
 
 def _size_of(path: str) -> int:

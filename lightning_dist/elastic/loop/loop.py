@@ -98,7 +98,7 @@ class ElasticLoop:
         self._in_epoch = False
         self._this: MicroBatch | None = None
         self._index = -1  # of this micro-batch in its epoch
-        self._is_weighted = self._has_stepped = False
+        self._is_weighted = self._has_stepped = self._is_given_up = False
 
     def __enter__(self) -> ElasticLoop:
         run = self._run
@@ -188,7 +188,12 @@ class ElasticLoop:
     def batches(self) -> Iterator[Any]:
         """Batches left for this rank in the epoch.
 
+        Between two steps this is collective: it saves if that is due, and ends the process if a
+        rank was asked to stop.
+
         Raises:
+            CheckpointError: an earlier save has failed, on all ranks.
+            SystemExit: a rank was asked to stop; code 74 where the last checkpoint was not written.
             ValueError: the micro-batch before had no :meth:`scale_loss`, or its step no
                 :meth:`step_done`.
         """
@@ -214,13 +219,14 @@ class ElasticLoop:
                 run.take_again(has_computed=not micro_batch.begins_step)
                 return
             self._this = micro_batch
-            self._is_weighted = self._has_stepped = False
+            self._is_weighted = self._has_stepped = self._is_given_up = False
             self._index = index
             with run.objects.exchanging(self._this.ends_step):
                 yield batch if self._move is None else self._move(batch)
             self._require_step_done()
             if self.sync_gradients:
-                run.objects.require_unchanged()
+                # Only now: what the user has changed after step_done() is of this step too.
+                run.end_step(is_given_up=self._is_given_up)
             run.session.lifecycle.heartbeat()
             if not run.is_current:
                 return
@@ -250,12 +256,12 @@ class ElasticLoop:
         return loss if weight == 1.0 else loss * weight
 
     def step_done(self) -> None:
-        """End an optimizer step. Collective: saves if due, exits if a rank was asked to stop.
+        """Count an optimizer step.
+
+        It is saved, if that is due, when the next batch is taken.
 
         Raises:
             ValueError: the optimizer should not have stepped after this micro-batch.
-            CheckpointError: an earlier save has failed, on all ranks.
-            SystemExit: a rank was asked to stop; code 74 where the last checkpoint was not written.
         """
         if not self.sync_gradients or self._has_stepped:
             raise ValueError(
@@ -264,14 +270,9 @@ class ElasticLoop:
             )
         self._has_stepped = True
         recovery = self._run.recovery
-        if recovery is not None and recovery.is_given_up:
-            self._run.take_again()
-            self._run.objects.end_step()
-            return
-        self._run.step(self._run.data.plan().after(self._index + 1))
-        # A checkpoint after the last step waits for what the user does after the epoch.
-        self._run.sync_point()
-        self._run.objects.end_step()
+        self._is_given_up = recovery is not None and recovery.is_given_up
+        if not self._is_given_up:
+            self._run.step(self._run.data.plan().after(self._index + 1))
 
     def __exit__(
         self,

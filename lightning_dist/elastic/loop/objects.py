@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.reading import require_loadable
 from lightning_dist.elastic.progress import KEY, ElasticState, require_same_optimizer
-from lightning_dist.elastic.versions import TensorVersions
 from lightning_dist.ranks.facts import Spread
 from lightning_dist.sync.base import Environment, Sync, sync_of, sync_within
 from lightning_dist.sync.local.outer_steps import LocalUpdates
@@ -63,10 +62,6 @@ class Objects:
                 environment = Environment(grad_scaler=self._scaler, saves_shards=False)
                 value.sync.connect(self.optimizers, environment)
                 self._given[name] = value.sync
-        written = {k: each for k, each in self.in_steps.items() if isinstance(each, nn.Module)}
-        passed = (buffer for ddp in self._wrapped for buffer in ddp.buffers())
-        self._versions = TensorVersions(written, apart=passed)
-        self._scheduled = self._epochs_of_schedulers
         self.device = next((p.device for m in modules for p in m.parameters()), torch.device("cpu"))
 
     @property
@@ -121,30 +116,6 @@ class Objects:
             for name, value in self._given.items()
             if not isinstance(_without_wrapper(value), Optimizer)
         }
-
-    @property
-    def _epochs_of_schedulers(self) -> dict[str, Any]:
-        return {
-            name: getattr(getattr(value, "scheduler", value), "last_epoch", None)
-            for name, value in self._given.items()
-            if hasattr(value, "get_last_lr")
-        }
-
-    def end_step(self) -> None:
-        """A step is done, and saved if that was due."""
-        self._versions.mark()
-        self._scheduled = self._epochs_of_schedulers
-
-    def require_unchanged(self) -> None:
-        """Raise ValueError if an object has changed since :meth:`end_step`."""
-        now = self._epochs_of_schedulers
-        changed = next((name for name in now if now[name] != self._scheduled[name]), "")
-        if changed := changed or self._versions.changed():
-            raise ValueError(
-                f"state[{changed!r}] was changed after loop.step_done(), so a checkpoint of that "
-                "step lacks the change, and so does a rank that joins; change it before "
-                "step_done(), also where you change it back"
-            )
 
     @property
     def has_failed(self) -> bool:

@@ -227,6 +227,14 @@ class UserLoop(RecoverableLoop):
         if self.recovery is not None:
             self.recovery.generations.took_step()
 
+    def end_step(self, *, is_given_up: bool) -> None:
+        """All of a step is over, with what the user does after it; or of one that has failed."""
+        if is_given_up:
+            self.take_again()
+        else:
+            # A checkpoint after the last step waits for what the user does after the epoch.
+            self.sync_point()
+
     def end_epoch(self, epoch: int) -> None:
         """``epoch`` is over, with what the user does after its batches."""
         self.position, self._before_epoch = Position(epoch + 1), self.total_samples
@@ -237,7 +245,7 @@ class UserLoop(RecoverableLoop):
         return {
             **self._settings.agreed,
             "gradient_accumulation_steps": self._accumulate,
-            "loader": facts_of(_unprepared(self._loader)),
+            "batch size": facts_of(_unprepared(self._loader)).batch_size,
         }
 
     @property

@@ -69,7 +69,7 @@ class TrainerDataShards(DataShards):
             "accumulate_grad_batches": self._accumulate,
             "limit_train_batches": self._limit,
             "val_check_interval": self._interval,
-            "train dataloader": self.facts,
+            "batch size": None if self.facts is None else self.facts.batch_size,
         }
 
     def take(self, loader: Any) -> Any:

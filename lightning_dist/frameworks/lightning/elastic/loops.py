@@ -123,14 +123,19 @@ class NoticeConnector(private.SignalConnector):
 def notice_signals(environment: Any) -> tuple[signal.Signals, ...]:
     """SIGTERM, and under SLURM the signal with which it announces a requeue."""
     signals = [signal.SIGTERM]
-    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+    if asks_for_requeue(environment):
         signals.append(environment.requeue_signal or signal.SIGUSR1)
     return tuple(signals)
 
 
+def asks_for_requeue(environment: Any) -> bool:
+    """Whether this job is one of SLURM's, and asks for another start."""
+    return isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
+
+
 def requeue(environment: Any, reasons: list[str]) -> None:
     """Ask SLURM to start this job again, unless all that was said is SIGTERM (scancel)."""
-    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+    if not asks_for_requeue(environment):
         return
     if not set(reasons) - {"", signal.SIGTERM.name}:
         return

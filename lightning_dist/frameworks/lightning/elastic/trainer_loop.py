@@ -23,6 +23,7 @@ from lightning_dist.frameworks.lightning.elastic import private
 from lightning_dist.frameworks.lightning.elastic.data import TrainerDataShards
 from lightning_dist.frameworks.lightning.elastic.loops import (
     Preempted,
+    asks_for_requeue,
     place_at_epoch_begin,
     place_within_epoch,
     requeue,
@@ -33,7 +34,7 @@ from lightning_dist.ranks.agreement import Membership
 _FLAGS = (
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "limit_val_batches"),
     *("check_val_every_n_epoch", "gradient_clip_val", "gradient_clip_algorithm", "precision"),
-    *("log_every_n_steps", "reload_dataloaders_every_n_epochs"),
+    "reload_dataloaders_every_n_epochs",
 )
 """Settings of a trainer that ranks have in common, and that the plan of the data leaves alone."""
 
@@ -99,7 +100,9 @@ class TrainerLoop(TrainingLoop):
 
     @override
     def all_saved(self) -> None:
-        private.signal_connector(self._trainer).teardown()
+        # SLURM's tasks wait for no launcher, and a second signal must not come before the requeue.
+        if not asks_for_requeue(private.cluster_environment(self._trainer)):
+            private.signal_connector(self._trainer).teardown()
 
     @override
     def write(self, path: str) -> None:

@@ -1,0 +1,84 @@
+"""What a failed step has changed is put back."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.elastic.recovery.undo import StepUndo, UndoError
+
+
+class Counts(nn.Module):
+    """Its buffer is another tensor after each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self) -> Tensor:
+        self.count = self.count + 1
+        return self.weight.sum()
+
+
+def undo_of(net: nn.Module, *optimizers: torch.optim.Optimizer, **objects: Any) -> StepUndo:
+    undo = StepUndo(net, optimizers=optimizers, objects=objects)
+    undo.begin()
+    return undo
+
+
+def test_tensors_that_were_replaced() -> None:
+    model, other = Counts(), Counts()
+    undo = undo_of(model, other=other)
+    count, drawn = model.count, torch.rand(3)
+    model()
+    undo.give_up()
+    other()
+    other.weight.data = torch.zeros(2)
+    undo.put_back()
+    assert (int(model.count), int(other.count)) == (0, 0)
+    assert model.count is count
+    assert other.weight.tolist() == [1, 1]
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_rates_of_either_kind() -> None:
+    """torch's compiled optimizers have them as tensors, which schedulers write to."""
+    for rate in (1.0, torch.tensor(1.0)):
+        model = Counts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        undo = undo_of(model, optimizer, scheduler=scheduler)
+        undo.give_up()
+        optimizer.step()
+        scheduler.step()
+        undo.put_back()
+        assert float(optimizer.param_groups[0]["lr"]) == 1.0
+        assert scheduler.last_epoch == 0
+
+
+def test_what_was_changed_before_it_was_copied_is_named() -> None:
+    model, average = Counts(), Counts()
+    undo = undo_of(model, average=average, model=model)
+    with torch.no_grad():
+        average.weight.mul_(0.5)
+    for gives_up in (False, True):
+        if gives_up:
+            undo.give_up()
+        with pytest.raises(UndoError, match=r"state\['average'\] was changed in a step before"):
+            undo.put_back()
+    undo.begin()
+    model()  # changes buffers, as each pass may
+    undo.put_back()
+    assert int(model.count) == 0
+
+
+def test_tensors_that_nobody_can_change() -> None:
+    """Of a teacher that was made in inference mode."""
+    model = Counts()
+    with torch.inference_mode():
+        teacher = Counts()
+    undo = undo_of(model, teacher=teacher)
+    undo.give_up()
+    undo.put_back()
