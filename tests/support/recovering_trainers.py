@@ -7,7 +7,7 @@ SETTINGS is JSON, as of `recovering_loops`: ``codec``, ``faults``, ``lost``, ``j
 (limit_val_batches), ``interval`` (val_check_interval), ``across`` (which counts across epochs),
 ``syncs``, ``logs`` (to a CSV file; ``"wandb"``: to wandb too),
 ``meets`` (a callback waits), ``best`` (an AsyncCheckpoint and a
-CommProfiler) and ``bar`` (of progress).
+CommProfiler), ``bar`` (of progress) and ``flags`` (other arguments of a Trainer).
 Every rank writes what it computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -191,7 +191,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         loggers.append(WandbLogger(offline=True, save_dir=folder))
     bar, saves = TQDMProgressBar(), 4 + (module.own == told.get("other"))
     others += [bar] if "bar" in told else []
-    trainer = pl.Trainer(
+    given: dict[str, Any] = dict(
         accelerator="cpu",
         strategy=CompressedDDPStrategy(
             told.get("codec", "none"),
@@ -214,6 +214,8 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         enable_progress_bar="bar" in told,
         enable_model_summary=False,
     )
+    given |= told.get("flags", {})
+    trainer = pl.Trainer(**given)
     loader = DataLoader(Samples(), batch_size=BATCH // accumulate, shuffle=True)
     trainer.fit(module, loader, DataLoader(Samples(), batch_size=BATCH))
     kept = {Path(path).name: float(score) for path, score in best.best_k_models.items()}

@@ -157,6 +157,38 @@ def test_all_restart_if_a_rank_is_lost_where_others_wait_for_it_outside_of_a_ste
         assert all((tmp_path / "best" / name).is_file() for name in line["kept"])
 
 
+FLAGS: list[dict[str, Any]] = [
+    {"accumulate_grad_batches": 2, "limit_train_batches": 4, "max_epochs": 6},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"max_steps": 11, "max_epochs": -1},
+    {"reload_dataloaders_every_n_epochs": 1},
+    {"limit_train_batches": 0.6, "max_epochs": 5},
+    {"check_val_every_n_epoch": 2, "limit_val_batches": 1.0},
+    {"val_check_interval": 0.5, "limit_val_batches": 2},
+    {"num_sanity_val_steps": 2, "limit_val_batches": 1.0},
+]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [FLAGS[0], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in FLAGS[1:])],
+    ids=lambda flags: ", ".join(flags),
+)
+def test_a_lost_rank_changes_neither_steps_nor_weights(
+    flags: dict[str, Any], tmp_path: Path, quick_python: list[str]
+) -> None:
+    """With each setting of a Trainer, as without a fault."""
+    quiet = TrainerJob(tmp_path / "none", quick_python, flags=flags)
+    fault = ["0.1.0", "between buckets", STEP]
+    job = TrainerJob(tmp_path / "one", quick_python, flags=flags, faults=[fault], joins=8)
+    assert f"step {STEP + 1} is repeated" in job.output
+    assert "exit code 75" not in job.output
+    (steps,) = {line["end"] for line in quiet.of("end")}
+    assert {line["end"] for line in job.of("end")} == {steps}
+    assert len(job.of("end")) == 3
+    job.require_weights(quiet.weights())
+
+
 def test_an_interval_of_validations_is_counted_across_epochs(
     tmp_path: Path, quick_python: list[str]
 ) -> None:
