@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_dist.base.private import copy_all
 from lightning_dist.elastic import rng
 from lightning_dist.elastic.private import version_of
 
@@ -18,18 +19,22 @@ class UndoError(RuntimeError):
     """An object was changed by a step that is given up, and its state before is not known."""
 
 
-class _Kept(NamedTuple):
-    """A tensor of a module, and a copy of its value."""
+class _Place(NamedTuple):
+    """A tensor of a module, by the name of the object that the module belongs to."""
 
+    object: str
     owner: nn.Module
     name: str
-    tensor: Tensor
-    value: Tensor
 
-    def put_back(self) -> None:
-        self.tensor.copy_(self.value)
-        if getattr(self.owner, self.name) is not self.tensor:  # another was put in its place
-            setattr(self.owner, self.name, self.tensor)
+    @property
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.owner, self.name)
+        return found
+
+    def put_back(self, tensor: Tensor, value: Tensor) -> None:
+        tensor.copy_(value)
+        if self.tensor is not tensor:  # another was put in its place
+            setattr(self.owner, self.name, tensor)
 
 
 class StepUndo:
@@ -50,14 +55,34 @@ class StepUndo:
         self._model, self._optimizers = model, list(optimizers)
         self._modules = {k: each for k, each in objects.items() if isinstance(each, nn.Module)}
         self._others = {k: each for k, each in objects.items() if k not in self._modules}
-        self._copies: list[_Kept] | None = None
+        self._copies: list[tuple[_Place, Tensor, Tensor]] | None = None
         self._changed = ""  # a module that was changed before it was copied
+        self._look()
+        self._buffers: list[Tensor] = []
+        self._values: list[Tensor] = []
 
+    def _look(self) -> None:
+        """Find the tensors. Not at every step: it takes as long as a small one."""
+        self._buffer_places = [*_buffers_of(self._model)]
+        own = {id(place.tensor) for place in self._buffer_places}
+        self._places = [
+            place
+            for name, module in self._modules.items()
+            for place in (*_parameters_of(module, name), *_buffers_of(module, name))
+            if id(place.tensor) not in own
+        ]
+        self._written = [(place.object, place.tensor) for place in self._places]
+
+    @torch.no_grad()
     def begin(self) -> None:
         """A step begins here."""
         self._copies = None
         self._put_generators_back = rng.hold()
-        self._buffers = [_kept(*each) for each in _buffers_of(self._model)]
+        self._buffers = [place.tensor for place in self._buffer_places]
+        if self._buffers and _are_alike(self._values, self._buffers):
+            copy_all(self._values, self._buffers)
+        else:
+            self._values = [_copied(buffer) for buffer in self._buffers]
         self._states = {
             name: copy.deepcopy(other.state_dict()) for name, other in self._others.items()
         }
@@ -65,13 +90,17 @@ class StepUndo:
             [{k: _copied(v) for k, v in group.items() if k != "params"} for group in groups]
             for groups in (optimizer.param_groups for optimizer in self._optimizers)
         ]
-        self._versions = [*self._versions_now()]
+        self._versions = [version_of(tensor) for _, tensor in self._written]
 
     def give_up(self) -> None:
         """What is changed from here on is not to stay."""
         if self._copies is None:
             self._changed = self._find_changed()
-            self._copies = [_kept(*place[1:]) for place in self._places()]
+            self._look()
+            self._copies = [
+                (place, tensor, _copied(tensor))
+                for place, (_, tensor) in zip(self._places, self._written, strict=True)
+            ]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -85,8 +114,9 @@ class StepUndo:
                 f"state[{changed!r}] was changed in a step before optimizer.step(), and the step "
                 "has failed; change it after optimizer.step() so that the step can be repeated"
             )
-        for kept in (*(self._copies or ()), *self._buffers):
-            kept.put_back()
+        buffers = zip(self._buffer_places, self._buffers, self._values, strict=True)
+        for place, tensor, value in (*(self._copies or ()), *buffers):
+            place.put_back(tensor, value)
         self._put_generators_back()
         for name, state in self._states.items():
             self._others[name].load_state_dict(state)
@@ -98,39 +128,29 @@ class StepUndo:
                     else:
                         group[key] = value
 
-    def _places(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        """Tensors of modules, by the name of the module; but the buffers of the model."""
-        own = {id(tensor) for _, _, tensor in _buffers_of(self._model)}
-        for name, module in self._modules.items():
-            for owner, key, tensor in (*_parameters_of(module), *_buffers_of(module)):
-                if id(tensor) not in own:
-                    yield name, owner, key, tensor
-
-    def _versions_now(self) -> Iterator[tuple[str, int, int]]:
-        for name, _, _, tensor in self._places():
-            yield name, id(tensor), version_of(tensor)
-
     def _find_changed(self) -> str:
-        pairs = zip(self._versions, self._versions_now(), strict=False)
-        return next((before[0] for before, now in pairs if before != now), "")
+        pairs = zip(self._written, self._versions, strict=True)
+        return next((name for (name, tensor), at in pairs if version_of(tensor) != at), "")
 
 
-def _parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def _parameters_of(module: nn.Module, name: str) -> Iterator[_Place]:
     for owner in module.modules():
-        for name, tensor in owner.named_parameters(recurse=False):
+        for key, tensor in owner.named_parameters(recurse=False):
             if not tensor.is_inference():  # nobody can change it
-                yield owner, name, tensor
+                yield _Place(name, owner, key)
 
 
-def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def _buffers_of(module: nn.Module, name: str = "") -> Iterator[_Place]:
     for owner in module.modules():
-        for name, tensor in owner.named_buffers(recurse=False):
+        for key, tensor in owner.named_buffers(recurse=False):
             if not tensor.is_inference():
-                yield owner, name, tensor
+                yield _Place(name, owner, key)
 
 
-def _kept(owner: nn.Module, name: str, tensor: Tensor) -> _Kept:
-    return _Kept(owner, name, tensor, tensor.detach().clone())
+def _are_alike(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether copies have room for other values."""
+    kinds = ([(each.shape, each.dtype, each.device) for each in of] for of in (values, tensors))
+    return next(kinds) == next(kinds)
 
 
 def _copied(value: Any) -> Any:
