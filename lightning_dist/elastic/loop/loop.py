@@ -95,7 +95,7 @@ class ElasticLoop:
             signals=signals,
             recovering=recovering,
         )
-        self._in_epoch = False
+        self._in_epoch = self._has_batches = False
         self._this: MicroBatch | None = None
         self._index = -1  # of this micro-batch in its epoch
         self._is_weighted = self._has_stepped = self._is_given_up = False
@@ -171,7 +171,7 @@ class ElasticLoop:
 
     def _begin_epoch(self, epoch: int) -> None:
         self._run.data.cursor.set_epoch(epoch)
-        self._in_epoch = True
+        self._in_epoch, self._has_batches = True, False
         self._run.session.lifecycle.heartbeat()
         if self._run.data.cursor.begin.samples == 0:
             self._run.generators.restore()
@@ -197,8 +197,9 @@ class ElasticLoop:
             ValueError: the micro-batch before had no :meth:`scale_loss`, or its step no
                 :meth:`step_done`.
         """
-        if not self._in_epoch:
+        if not self._in_epoch or self._has_batches:
             raise ValueError("batches() must be called inside a loop over epochs(), once per epoch")
+        self._has_batches = True
         self._run.is_current = False
         while not self._run.is_current:  # what is left of the epoch is resharded over other members
             yield from self._batches_of_members()

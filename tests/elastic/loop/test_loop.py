@@ -216,6 +216,15 @@ def test_a_checkpoint_has_what_follows_step_done(tmp_path: Path) -> None:
     assert train(fails=False) == (12, 12, 12)
 
 
+def test_batches_of_an_epoch_are_asked_for_once(tmp_path: Path) -> None:
+    """They would begin again."""
+    with loop_in(tmp_path) as loop:
+        next(iter(loop.epochs(1)))
+        next(iter(loop.batches()))
+        with pytest.raises(ValueError, match="once per epoch"):
+            next(iter(loop.batches()))
+
+
 def test_an_epoch_that_is_left_for_the_next(tmp_path: Path) -> None:
     with (  # noqa: PT012
         pytest.raises(ValueError, match="Epoch 0 has batches left"),
