@@ -149,7 +149,7 @@ def test_a_notice_leads_to_one_checkpoint_and_handlers_are_given_back(
     assert ended.value.code == 0
     assert at_the_end[-1] is handler() is before
     saved = [path.name for path in (tmp_path / "run" / "ckpt").glob("*.ckpt")]
-    assert saved == ["epoch=0-step=6.ckpt"]
+    assert saved == ["epoch=0-step=5.ckpt"]
     assert train(tmp_path / "run", "plain", elastic=elastic) == expected
 
 
