@@ -228,6 +228,7 @@ class ElasticLoop:
             if self.sync_gradients:
                 # Only now: what the user has changed after step_done() is of this step too.
                 run.end_step(is_given_up=self._is_given_up)
+                self._is_given_up = False
             run.session.lifecycle.heartbeat()
             if not run.is_current:
                 return
@@ -283,6 +284,8 @@ class ElasticLoop:
     ) -> None:
         try:
             if error is None and not self._run.is_complete:
+                if self._is_given_up:
+                    self._run.end_step(is_given_up=True)
                 self._run.complete()  # the user has left the loop early
         except BaseException as second:
             error = second

@@ -242,10 +242,12 @@ class UserLoop(RecoverableLoop):
     @property
     @override
     def script(self) -> dict[str, Any]:
+        loader = facts_of(_unprepared(self._loader))
         return {
             **self._settings.agreed,
             "gradient_accumulation_steps": self._accumulate,
-            "batch size": facts_of(_unprepared(self._loader)).batch_size,
+            "batch size": loader.batch_size,
+            "drop_last": loader.drop_last,
         }
 
     @property

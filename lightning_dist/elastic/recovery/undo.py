@@ -27,8 +27,8 @@ class _Place(NamedTuple):
     name: str
 
     @property
-    def tensor(self) -> Tensor:
-        found: Tensor = getattr(self.owner, self.name)
+    def tensor(self) -> Tensor | None:
+        found: Tensor | None = getattr(self.owner, self.name, None)
         return found
 
     def put_back(self, tensor: Tensor, value: Tensor) -> None:
@@ -57,32 +57,31 @@ class StepUndo:
         self._others = {k: each for k, each in objects.items() if k not in self._modules}
         self._copies: list[tuple[_Place, Tensor, Tensor]] | None = None
         self._changed = ""  # a module that was changed before it was copied
-        self._look()
-        self._buffers: list[Tensor] = []
+        self._places = [place for place, _ in self._objects_tensors()]
+        self._buffers: list[tuple[_Place, Tensor]] = []
         self._values: list[Tensor] = []
 
-    def _look(self) -> None:
-        """Find the tensors. Not at every step: it takes as long as a small one."""
-        self._buffer_places = [*_buffers_of(self._model)]
-        own = {id(place.tensor) for place in self._buffer_places}
-        self._places = [
-            place
+    def _objects_tensors(self) -> list[tuple[_Place, Tensor]]:
+        """All of modules but the buffers of the model. It takes as long as a small step."""
+        own = {id(tensor) for _, tensor in _buffers_of(self._model)}
+        return [
+            each
             for name, module in self._modules.items()
-            for place in (*_parameters_of(module, name), *_buffers_of(module, name))
-            if id(place.tensor) not in own
+            for each in (*_parameters_of(module, name), *_buffers_of(module, name))
+            if id(each[1]) not in own
         ]
-        self._written = [(place.object, place.tensor) for place in self._places]
 
     @torch.no_grad()
     def begin(self) -> None:
         """A step begins here."""
         self._copies = None
         self._put_generators_back = rng.hold()
-        self._buffers = [place.tensor for place in self._buffer_places]
-        if self._buffers and _are_alike(self._values, self._buffers):
-            copy_all(self._values, self._buffers)
+        self._buffers = [*_buffers_of(self._model)]
+        tensors = [tensor for _, tensor in self._buffers]
+        if tensors and _are_alike(self._values, tensors):
+            copy_all(self._values, tensors)
         else:
-            self._values = [_copied(buffer) for buffer in self._buffers]
+            self._values = [_copied(tensor) for tensor in tensors]
         self._states = {
             name: copy.deepcopy(other.state_dict()) for name, other in self._others.items()
         }
@@ -90,17 +89,18 @@ class StepUndo:
             [{k: _copied(v) for k, v in group.items() if k != "params"} for group in groups]
             for groups in (optimizer.param_groups for optimizer in self._optimizers)
         ]
+        self._written = [
+            (each, tensor) for each in self._places if (tensor := each.tensor) is not None
+        ]
         self._versions = [version_of(tensor) for _, tensor in self._written]
 
     def give_up(self) -> None:
         """What is changed from here on is not to stay."""
         if self._copies is None:
             self._changed = self._find_changed()
-            self._look()
-            self._copies = [
-                (place, tensor, _copied(tensor))
-                for place, (_, tensor) in zip(self._places, self._written, strict=True)
-            ]
+            found = self._objects_tensors()
+            self._places = [place for place, _ in found]
+            self._copies = [(place, tensor, _copied(tensor)) for place, tensor in found]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -114,8 +114,9 @@ class StepUndo:
                 f"state[{changed!r}] was changed in a step before optimizer.step(), and the step "
                 "has failed; change it after optimizer.step() so that the step can be repeated"
             )
-        buffers = zip(self._buffer_places, self._buffers, self._values, strict=True)
-        for place, tensor, value in (*(self._copies or ()), *buffers):
+        for place, tensor, value in self._copies or ():
+            place.put_back(tensor, value)
+        for (place, tensor), value in zip(self._buffers, self._values, strict=True):
             place.put_back(tensor, value)
         self._put_generators_back()
         for name, state in self._states.items():
@@ -129,22 +130,24 @@ class StepUndo:
                         group[key] = value
 
     def _find_changed(self) -> str:
-        pairs = zip(self._written, self._versions, strict=True)
-        return next((name for (name, tensor), at in pairs if version_of(tensor) != at), "")
+        for (place, tensor), version in zip(self._written, self._versions, strict=True):
+            if place.tensor is not tensor or version_of(tensor) != version:
+                return place.object
+        return ""
 
 
-def _parameters_of(module: nn.Module, name: str) -> Iterator[_Place]:
+def _parameters_of(module: nn.Module, name: str) -> Iterator[tuple[_Place, Tensor]]:
     for owner in module.modules():
         for key, tensor in owner.named_parameters(recurse=False):
             if not tensor.is_inference():  # nobody can change it
-                yield _Place(name, owner, key)
+                yield _Place(name, owner, key), tensor
 
 
-def _buffers_of(module: nn.Module, name: str = "") -> Iterator[_Place]:
+def _buffers_of(module: nn.Module, name: str = "") -> Iterator[tuple[_Place, Tensor]]:
     for owner in module.modules():
         for key, tensor in owner.named_buffers(recurse=False):
             if not tensor.is_inference():
-                yield _Place(name, owner, key)
+                yield _Place(name, owner, key), tensor
 
 
 def _are_alike(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:

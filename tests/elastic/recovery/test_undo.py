@@ -43,6 +43,50 @@ def test_tensors_that_were_replaced() -> None:
     assert torch.equal(torch.rand(3), drawn)
 
 
+class Caches(nn.Module):
+    """Some of its buffers come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("before", torch.zeros(2))
+        self.register_buffer("after", None)
+
+    def forward(self) -> None:
+        self.before, self.after = None, torch.ones(3)
+        self.register_buffer("late", torch.ones(4), persistent=False)
+
+
+def test_buffers_that_come_and_go() -> None:
+    for gives_up in (False, True):
+        model = Caches()
+        undo, before = undo_of(model, model=model), model.before
+        model()
+        if gives_up:
+            undo.give_up()
+        undo.put_back()
+        assert model.before is before
+        assert before.tolist() == [0, 0]
+        model()
+        for _ in range(2):
+            undo.begin()
+            model.late += 1
+            undo.put_back()
+            assert model.late.tolist() == [1] * 4
+
+
+def test_a_tensor_that_was_replaced_before_it_was_copied_is_named() -> None:
+    model, other = Counts(), Counts()
+    undo = undo_of(model, other=other)
+    other()
+    with pytest.raises(UndoError, match="'other'"):
+        undo.put_back()
+    undo.begin()
+    with torch.no_grad():
+        other.count.add_(1)
+    with pytest.raises(UndoError, match="'other'"):
+        undo.put_back()
+
+
 def test_rates_of_either_kind() -> None:
     """torch's compiled optimizers have them as tensors, which schedulers write to."""
     for rate in (1.0, torch.tensor(1.0)):

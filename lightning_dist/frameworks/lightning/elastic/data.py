@@ -69,7 +69,8 @@ class TrainerDataShards(DataShards):
             "accumulate_grad_batches": self._accumulate,
             "limit_train_batches": self._limit,
             "val_check_interval": self._interval,
-            "batch size": None if self.facts is None else self.facts.batch_size,
+            "batch size": self.facts and self.facts.batch_size,
+            "drop_last": self.facts and self.facts.drop_last,
         }
 
     def take(self, loader: Any) -> Any:
