@@ -67,7 +67,7 @@ class TrainingLoop:
 
     @property
     def script(self) -> dict[str, Any]:
-        """What the script says of the training, equal on all ranks; or some would wait in vain."""
+        """Settings of the user's script that must be equal on all ranks, by name."""
         raise NotImplementedError
 
     @property

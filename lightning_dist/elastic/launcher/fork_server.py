@@ -255,7 +255,7 @@ def file_of(name: str) -> str:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a module is of an installed package, or of this one, which may lie elsewhere."""
+    """Whether a module belongs to an installed package, or to this one in a checkout."""
     return file_of(name).startswith(_INSTALLED) or name.partition(".")[0] == _PACKAGE
 
 

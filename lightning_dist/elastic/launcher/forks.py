@@ -66,8 +66,11 @@ class WorkerStarts:
 
     def __init__(self) -> None:
         self._usual: str | None = None  # the reason for usual starts; None: not known yet
-        self._files = AnonymousFiles()
+        # They lie in no folder, so that nothing is left of them where this process is killed.
+        # Others open them by their paths in /proc.
+        self._files: list[IO[bytes]] = []
         self._journals: dict[int, str] = {}  # paths by local rank
+        self._plan_file = ""
         self._server: ForkServer | None = None
         self._sizes: dict[int, int] = {}  # bytes of each journal
         self._changed = 0.0  # the last time that one of them grew
@@ -105,9 +108,13 @@ class WorkerStarts:
             words, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
         )
 
+    def _new_file(self) -> str:
+        self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
+        return f"/proc/{os.getpid()}/fd/{self._files[-1].fileno()}"
+
     def _reason_without_plan(self) -> str:
         try:
-            self._plan_file = self._files.new()
+            self._plan_file = self._new_file()
         except OSError as error:
             return f"the launcher has no place for temporary files: {error}"
         return ""
@@ -115,7 +122,7 @@ class WorkerStarts:
     def _journal_of(self, local_rank: int) -> str:
         with suppress(OSError):  # a worker that is not recorded is started as usual
             if local_rank not in self._journals:
-                self._journals[local_rank] = self._files.new()
+                self._journals[local_rank] = self._new_file()
         return self._journals.get(local_rank, "")
 
     def look(self) -> None:
@@ -149,29 +156,6 @@ class WorkerStarts:
         if self._server is not None:
             self._server.end()
         self._journals.clear()
-        self._files.close()
-
-
-class AnonymousFiles:
-    """Files of this process that lie in no folder: nothing is left of them, however it ends.
-
-    Another process opens them by their paths while this one runs.
-    """
-
-    def __init__(self) -> None:
-        self._files: list[IO[bytes]] = []
-
-    def new(self) -> str:
-        """The path of a new file.
-
-        Raises:
-            OSError: there is no place for it.
-        """
-        self._files.append(tempfile.TemporaryFile())  # noqa: SIM115
-        return f"/proc/{os.getpid()}/fd/{self._files[-1].fileno()}"
-
-    def close(self) -> None:
-        """Give them up; others keep what they have opened."""
         while self._files:
             self._files.pop().close()
 

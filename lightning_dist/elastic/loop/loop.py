@@ -36,10 +36,10 @@ class ElasticLoop:
                         optimizer.zero_grad()
                         loop.step_done()
 
-    Every rank creates one. Entering it is collective and loads the checkpoint; leave it only at the
-    end or by an exception. Gradients are exchanged in the last micro-batch of a step: no
-    ``no_sync`` is needed. Time between epochs counts for
-    ``hang_timeout``; call :meth:`heartbeat` there if it takes longer.
+    Every rank creates one. Entering it is collective and loads the checkpoint. Leave it at the end
+    or after a :meth:`step_done`, on all ranks; an exception leaves it without a save. Gradients are
+    exchanged in the last micro-batch of a step: no ``no_sync`` is needed. Time between epochs
+    counts for ``hang_timeout``; call :meth:`heartbeat` there if it takes longer.
     """
 
     @takes(RunSettings)
@@ -180,7 +180,7 @@ class ElasticLoop:
         if self._in_epoch:
             raise ValueError(
                 f"Epoch {epoch} has batches left, which the next one would skip; to end training "
-                "early, leave epochs() too, with break, return or an exception"
+                "early, leave epochs() too, with break or return"
             )
         self._run.end_epoch(epoch)
         self._run.sync_point()

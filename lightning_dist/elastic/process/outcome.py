@@ -98,7 +98,7 @@ class Progress:
         self._count = 0
 
     def advanced(self, outcomes: Iterable[Outcome]) -> bool:
-        """Whether a start that stops as planned began further than the last one, and did a step."""
+        """Whether a start before a planned stop resumed from a newer checkpoint, and did a step."""
         done = [each for each in outcomes if each.step is not None and each.step > each.begun]
         before = self._begun
         self._begun = max([before, *(each.begun for each in done)])

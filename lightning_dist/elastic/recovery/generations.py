@@ -336,8 +336,9 @@ class Generations:
     def _require_place(self, generation: Generation, *, has_state: bool) -> None:
         if why := generation.refused.get(self.member.name):
             raise ValueError(
-                "this worker is of another training than those that it would join; start the same "
-                f"script with the same packages on all nodes. {why}"
+                "the script, settings or packages of this worker differ from those of the training "
+                f"that it would join: {why}; start the same script with the same packages on all "
+                "nodes"
             )
         if generation.ends:
             self.end(generation.ends, code=EXIT_RESTART)

@@ -294,7 +294,7 @@ def next_generation(
 
 
 def _differences(facts: Mapping[str, str], known: Mapping[str, str]) -> str:
-    """What a newcomer has otherwise, for people; empty if nothing."""
+    """Facts of a newcomer that are not those of the members, as text; empty if there are none."""
     names = dict.fromkeys((*known, *facts))
     return "; ".join(
         f"{name} is {facts.get(name)} here and {known.get(name)} there"

@@ -62,7 +62,10 @@ class StepUndo:
         self._values: list[Tensor] = []
 
     def _objects_tensors(self) -> list[tuple[_Place, Tensor]]:
-        """All of modules but the buffers of the model. It takes as long as a small step."""
+        """Parameters and buffers of the modules, without the buffers of the model.
+
+        Finding them takes as long as a small step.
+        """
         own = {id(tensor) for _, tensor in _buffers_of(self._model)}
         return [
             each
@@ -95,7 +98,7 @@ class StepUndo:
         self._versions = [version_of(tensor) for _, tensor in self._written]
 
     def give_up(self) -> None:
-        """What is changed from here on is not to stay."""
+        """Changes from here on are undone by :meth:`put_back`, too: the step has failed."""
         if self._copies is None:
             self._changed = self._find_changed()
             found = self._objects_tensors()
@@ -151,7 +154,7 @@ def _buffers_of(module: nn.Module, name: str = "") -> Iterator[tuple[_Place, Ten
 
 
 def _are_alike(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether copies have room for other values."""
+    """Whether shapes, dtypes and devices are equal, so that one can be copied to the other."""
     kinds = ([(each.shape, each.dtype, each.device) for each in of] for of in (values, tensors))
     return next(kinds) == next(kinds)
 

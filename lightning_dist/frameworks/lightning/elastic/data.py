@@ -64,7 +64,7 @@ class TrainerDataShards(DataShards):
 
     @property
     def given(self) -> dict[str, Any]:
-        """What the script says of steps and epochs, before any plan of them."""
+        """Settings of the user's script for steps and epochs, by name."""
         return {
             "accumulate_grad_batches": self._accumulate,
             "limit_train_batches": self._limit,

@@ -129,7 +129,7 @@ def notice_signals(environment: Any) -> tuple[signal.Signals, ...]:
 
 
 def asks_for_requeue(environment: Any) -> bool:
-    """Whether this job is one of SLURM's, and asks for another start."""
+    """Whether this is a SLURM job that is requeued when it is preempted."""
     return isinstance(environment, SLURMEnvironment) and bool(environment.auto_requeue)
 
 
