@@ -4,6 +4,7 @@
 # make test-triton   the kernels for GPUs, in Triton's interpreter    make test-gpu   on a GPU
 # make gpu-check  what holds on a GPU, in eight minutes, with what is installed
 # make test-lowest   some tests, with the lowest versions of dependencies
+# make test-recovery  recovery within the process, with a torch that has it
 # make test-versions  features with every torch, Lightning and Accelerate that is admitted: long
 # make soak      random faults in trainings that recover, with SEED, TRIALS and ADAPTER
 # make lint      style                        make types   mypy
@@ -16,6 +17,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv/lowest
 TRITON := .venv/triton
+RECOVERY := .venv/recovery
 # For two cores: tests wait for their processes for half of the time (tests/runner/slots.py bounds those).
 WORKERS ?= 4
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -29,8 +31,11 @@ OUTER := outer_lr=0.7,outer_momentum=0.6
 # Rewriting the assertions of all tests takes longer than many of them: keep what was compiled.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install test test-all test-exhaustive test-triton test-gpu gpu-check test-lowest test-versions check-install soak demo lint types docs bench \
+.PHONY: install test test-all test-exhaustive test-triton test-gpu gpu-check test-lowest test-recovery test-versions check-install soak demo lint types docs bench \
   tables figures build clean
+
+# An environment that was made in part is none.
+.DELETE_ON_ERROR:
 
 install: .venv/installed
 
@@ -90,6 +95,19 @@ test-lowest: $(LOWEST)/installed
 	  accelerate_programs.py::test_the_trainer_example_resumes_bit_for_bit) \
 	  tests/documents/test_documents.py::test_blocks_run_on_two_ranks[accelerate]
 
+# PyPI has no torch for CPUs alone, so the libraries of CUDA have stand-ins.
+$(RECOVERY)/installed: .venv/installed
+	$(call beside,$(RECOVERY),torch==2.14.1)
+	$(BIN)/python -m tests.campaigns.versions.stand_ins $(RECOVERY)
+
+recovering = LD_LIBRARY_PATH=$(CURDIR)/$(RECOVERY)/stand-ins $(RECOVERY)/bin/python
+
+test-recovery: $(RECOVERY)/installed
+	$(recovering) -m tests.runner.rerun_failed test_out/recovery $(PARALLEL) -m "not exhaustive" \
+	  $(addprefix tests/,elastic/recovery elastic/launcher/test_endings.py elastic/loop/test_loop_hangs.py \
+	  frameworks/lightning/test_trainer_recovery.py frameworks/test_wrong_strategy.py \
+	  sync/test_refusals_of_groups.py documents/test_documents.py::test_blocks_recover_on_two_ranks)
+
 # One environment at a time; a torch is up to 0.9 GB to fetch.
 test-versions: install
 	$(BIN)/python -m tests.campaigns.versions --json benchmarks/results/versions.json
@@ -98,8 +116,8 @@ test-versions: install
 check-install: install
 	$(BIN)/python -m tests.runner.installed
 
-soak: install
-	$(BIN)/python -m tests.campaigns.in_process --adapter $(ADAPTER) --trials $(TRIALS) --seed $(SEED) \
+soak: $(RECOVERY)/installed
+	$(recovering) -m tests.campaigns.in_process --adapter $(ADAPTER) --trials $(TRIALS) --seed $(SEED) \
 	  --json $(SOAK)
 
 demo: install

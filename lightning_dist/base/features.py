@@ -251,15 +251,16 @@ AGENT = Feature(
 
 RECOVERY = Feature(
     "recovery='in_process'",
-    "2.13",
+    "2.14",
     {
         "torch.nn.parallel:DistributedDataParallel": (
             "_has_rebuilt_buckets broadcast_bucket_size forward_sync_buffers parameters_to_ignore"
         ),
         "torch.distributed:Reducer": "_rebuild_buckets",
         "torch.distributed": "_broadcast_coalesced",
-        "torch.distributed:new_group": "sort_ranks",
-        "torch.distributed.distributed_c10d": "_world",
+        "torch.distributed:init_process_group": "enable_reconfigure",
+        "torch.distributed:ProcessGroup": "_get_backend get_reconfigure_handle",
+        "torch.distributed.distributed_c10d": "_new_process_group_helper _reconfigure _world",
     },
 )
 """The workers' part."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from lightning_dist.base.features import LAUNCH, RECOVERY, RESTART
 
@@ -15,22 +18,75 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 
-# Whoever leaves all groups behind has to know them, and torch lists them to itself only.
-def all_groups() -> list[dist.ProcessGroup]:
-    """The default process group of this process, and all that were made after it."""
+# torch's functions for it are public in name only, and none makes a group beside the default one.
+def reconfigurable_group(
+    store: Any, *, number: int, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A gloo group whose members :func:`reconfigure` says; the default one if there is none.
+
+    Args:
+        number: of this process, unlike that of every other one of the store.
+        name: of the group, unlike that of every other one of this process.
+        timeout: of its collectives.
+    """
     RECOVERY.require()
-    from torch.distributed.distributed_c10d import _world
+    regime: dict[str, Any] = {"timeout": timeout, "enable_reconfigure": True}
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=store, rank=number, world_size=number + 1, **regime)
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    inner: Any = distributed_c10d
+    made = inner._new_process_group_helper(
+        *(number + 1, number, [dist.get_rank()], dist.Backend("gloo"), store, name),
+        group_desc=name,
+        **regime,
+    )
+    group: dist.ProcessGroup = made[0]
+    return group
 
-    return list(_world.pg_map)
+
+# dist.new_group() says that it returns it, and types say that it returns a group.
+def no_member() -> Any:
+    """What torch gives to those that are not in a group."""
+    return distributed_c10d.GroupMember.NON_GROUP_MEMBER
 
 
-# torch numbers groups, by which members find each other, also one that could not be made.
-def forget_group_numbers() -> None:
-    """Number process groups from 0 again, where there are none."""
+def is_reconfigurable(group: Any) -> bool:
+    """Whether a group was made for other members to come."""
     RECOVERY.require()
-    from torch.distributed.distributed_c10d import _world
+    options = group._get_backend(torch.device("cpu")).options
+    return bool(getattr(options, "enable_reconfigure", False))
 
-    _world.group_count = 0
+
+def handle_of(group: Any) -> str:
+    """The text by which others find this process in a group, until it is reconfigured."""
+    RECOVERY.require()
+    handle: str = group.get_reconfigure_handle()
+    return handle
+
+
+def reconfigure(
+    group: dist.ProcessGroup,
+    *,
+    uuid: int,
+    handles: Sequence[str],
+    ranks: Sequence[int],
+    timeout: timedelta,
+) -> None:
+    """Let a group have the members with these handles. Collective among them.
+
+    Collectives that are under way in it fail, but for those that wait for a process that is stopped
+    or cut off.
+
+    Args:
+        uuid: unlike that of every other call with the store.
+        ranks: of the members in the default group.
+    """
+    RECOVERY.require()
+    inner: Any = distributed_c10d
+    inner._reconfigure(uuid=uuid, handles=[*handles], group=group, timeout=timeout).wait()
+    inner._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
 
 
 # DDP puts its buckets in the order of the first pass in the next forward pass, by a collective.

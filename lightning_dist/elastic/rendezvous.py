@@ -210,14 +210,15 @@ def init_process_group(
         backend: as in torch; None: torch's choice.
         timeout: limit for the rendezvous and for every collective; None: torch's default.
         recovery: as in ElasticLoop. ``"in_process"``, under ``lightning-dist launch``: a group of
-            this process alone, to be replaced when ElasticLoop starts.
+            this process alone, which others join when ElasticLoop starts.
 
     Raises:
         TimeoutError: ranks did not join in time; rank 0 names them.
     """
     RecoverySettings(recovery=recovery)  # checks it
-    if recovery == "in_process" and RecoveryEnvironment.from_env() is not None:
-        init_alone(timeout=timeout)
+    environment = RecoveryEnvironment.from_env() if recovery == "in_process" else None
+    if environment is not None:
+        init_alone(environment, timeout=timeout)
         return
     launch = Launch.from_env()
     if not launch.is_elastic:

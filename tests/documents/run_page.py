@@ -108,6 +108,8 @@ BEFORE = {
     "accelerate 1": TRANSFORMERS,
     "command-line 0": DDP + "from lightning_dist.settings import resolve\n",
     "elastic 2": "lightning_dist.init_process_group()\n" + ACCELERATE + LOOP,
+    "elastic 5": RECOVERING,
+    "elastic 6": RECOVERING,
     "fsdp2 1": SHARDED,
     "fsdp2 3": HSDP,
     "fsdp2 4+5": BATCHES,
@@ -120,8 +122,6 @@ BEFORE = {
     "local-steps 4": GROUP,
     "profiling 1": DDP + "def train():\n    loss_of(model(data[:2][0])).backward()\n",
     "quick-start 3": GROUP,
-    "recovery 2": RECOVERING,
-    "recovery 3": RECOVERING,
     "two-machines 0": "os.environ['LOCAL_RANK'] = '0'  # the first of its machine\n",
     "wandb 0": WANDB,
     "wandb 1": ACCELERATE + "step = 1\n",
@@ -153,14 +153,14 @@ module = type("Own", (Module, Regression), {})(profiler)
 trainer = L.Trainer(strategy="compressed_ddp", callbacks=[profiler], max_steps=3)
 trainer.fit(module)
 """,
+    "elastic 5": RECOVERED,
+    "elastic 6": RECOVERED,
     "local-steps 4": """
 loss_of(model(data[:2][0])).backward()
 optimizer.step()
 updates.step()
 updates.finish()
 """,
-    "recovery 2": RECOVERED,
-    "recovery 3": RECOVERED,
     "write-your-own-codec 3": "assert device_codec(MyCodec(), {}).encode is my_encode\n",
     "write-your-own-codec 0+1+2": "del trainer  # as above, and the group is the model's\n",
 }

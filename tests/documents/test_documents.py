@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import shlex
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from needs import needs
 from processes import ROOT, Finished, run, torchrun
 from torch.distributed.run import get_args_parser
 from typer.main import get_command
@@ -19,6 +21,7 @@ import lightning_dist
 from benchmarks import docs_tables
 from benchmarks.figures import FIGURES
 from lightning_dist import CODECS
+from lightning_dist.base.features import RECOVERY
 from lightning_dist.cli import app
 from lightning_dist.cli.launch_plan import FLAGS
 from lightning_dist.codecs.options import parse_codec
@@ -107,7 +110,9 @@ def launch(
     return run([*agent, *python, script, *arguments], limit=limit)
 
 
-LAUNCHED = {"recovery": launch}
+def recovers(page: Path, run: str) -> bool:
+    """Whether blocks are to be started by our launcher, and need a torch that not all have."""
+    return "in_process" in python_blocks(page)[int(run.partition("+")[0])]
 
 
 def python_blocks(page: Path) -> list[str]:
@@ -125,12 +130,30 @@ def runs_of(page: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [each for each in PAGES if runs_of(each)], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [p for p in PAGES if runs_of(p)], ids=lambda p: p.stem)
 def test_blocks_run_on_two_ranks(page: Path, tmp_path: Path, quick_python: list[str]) -> None:
     """As they stand there, with stand-ins for the user's model and data, and a CPU for CUDA."""
-    for number in runs_of(page):  # a process has one world: a second one may wait for ever
-        start, ranks = LAUNCHED.get(page.stem, torchrun), RANKS.get(f"{page.stem} {number}", 2)
-        done = start(RUN_PAGE, page, tmp_path, number, ranks=ranks, limit=150, python=quick_python)
+    runs = [run for run in runs_of(page) if not recovers(page, run)]
+    run_on_two_ranks(page, runs, torchrun, tmp_path, quick_python)
+
+
+@needs(RECOVERY)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(recovers(p, run) for run in runs_of(p))], ids=lambda p: p.stem
+)
+def test_blocks_recover_on_two_ranks(page: Path, tmp_path: Path, quick_python: list[str]) -> None:
+    runs = [run for run in runs_of(page) if recovers(page, run)]
+    run_on_two_ranks(page, runs, launch, tmp_path, quick_python)
+
+
+def run_on_two_ranks(
+    page: Path, runs: list[str], start: Callable[..., Finished], folder: Path, python: list[str]
+) -> None:
+    for number in runs:  # a process has one world: a second one may wait for ever
+        ranks = RANKS.get(f"{page.stem} {number}", 2)
+        done = start(RUN_PAGE, page, folder, number, ranks=ranks, limit=150, python=python)
         ended = done.output.count(f"block {number} has run")
         assert ended == ranks, f"{page.name}, block {number}:\n{done.output[-12000:]}"
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from messages import message
+from needs import needs
 from processes import run
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -29,6 +30,7 @@ from lightning_dist import (
     local_updates,
 )
 from lightning_dist.accelerate import CompressedDDPPlugin
+from lightning_dist.base.features import RECOVERY
 from lightning_dist.codecs import resolve_codec
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
 from lightning_dist.fabric import LocalUpdateModelParallelStrategy as FabricLocalUpdates
@@ -41,7 +43,11 @@ from lightning_dist.fabric import LocalUpdateModelParallelStrategy as FabricLoca
         ({"replicate": 2}, "did you mean 'replicate_size'"),
         ({"replicate_size": 0}, "above 0, got 0"),
         ({"tensor_parallel_size": "auto"}, "got 'auto'"),
-        ({"tensor_parallel_size": 2, "recovery": "in_process"}, "each keeps a part of it"),
+        pytest.param(
+            {"tensor_parallel_size": 2, "recovery": "in_process"},
+            "each keeps a part of it",
+            marks=needs(RECOVERY),
+        ),
         ({"codec": {"intra": "bf16", "inter": "int8"}}, "the codec between replicas alone"),
     ],
 )
@@ -65,7 +71,7 @@ def test_arguments_of_sharded_models(arguments: dict[str, Any], says: str) -> No
         ({"ranks_per_node": 2}, "replicate_size is the number of workers"),
         ({"state_update": "deferred"}, "got 'deferred'; there is no step to undo"),
         ({"compile_kernels": True}, "compile nothing, so leave it out"),
-        ({"recovery": "in_process"}, "each keeps a part of it"),
+        pytest.param({"recovery": "in_process"}, "each keeps a part of it", marks=needs(RECOVERY)),
         ({"data_parallel_size": 0}, "above 0, got 0"),
         ({"method": "dilocco"}, "did you mean 'diloco'"),
         ({"block_size": 64}, "write codec='int8:block_size=64'"),

@@ -191,13 +191,13 @@ def await_newcomers(
 
 def watch_groups(faults: Faults) -> None:
     """Strike where the groups of a generation are made."""
-    made = GenerationGroups.made
+    made = GenerationGroups.enter
 
     def making(groups: GenerationGroups, *arguments: Any, **named: Any) -> Any:
         faults.strike("groups")
         return made(groups, *arguments, **named)
 
-    GenerationGroups.made = making  # type: ignore[method-assign]
+    GenerationGroups.enter = making  # type: ignore[method-assign]
 
 
 def watch_places(faults: Faults, loop: type[RecoverableLoop]) -> None:

@@ -20,7 +20,6 @@ from worlds import Rank, run_threads
 from lightning_dist.base.features import ORDERED_GROUPS, RECOVERY
 from lightning_dist.codecs import CODECS
 from lightning_dist.elastic.private import send_buffers
-from lightning_dist.elastic.recovery.generations import init_alone
 from lightning_dist.elastic.recovery.regroup import from_rank
 from lightning_dist.ranks.launch import Claim
 from lightning_dist.settings.exchange import ExchangeSettings
@@ -326,7 +325,7 @@ def alone() -> Iterator[None]:
         assert dist.get_world_size() == 1
         yield
         return
-    init_alone()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

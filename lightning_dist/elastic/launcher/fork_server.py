@@ -217,10 +217,6 @@ class Recorder:
         return [{"environment": variables, **self._facts}]
 
 
-def _folders() -> list[str]:
-    return [*site.getsitepackages(), site.getusersitepackages()]
-
-
 def differences(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
     """Variables that have changed, with their values; None: it was removed."""
     keys = before.keys() | after.keys()
@@ -239,7 +235,10 @@ def spec_of(module: Any) -> ModuleSpec | None:
     return spec
 
 
-_INSTALLED = tuple(f"{folder}{os.sep}" for folder in _folders())
+_FOLDERS = (*site.getsitepackages(), site.getusersitepackages())
+_INSTALLED = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+# Others are on PYTHONPATH, as clusters have them, or are named by a file of another one.
+_ELSEWHERE = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _STANDARD = f"{os.path.dirname(os.__file__)}{os.sep}"
 
 
@@ -250,13 +249,16 @@ def file_of(name: str) -> str:
         return ""
     assert spec is not None
     origin = os.path.abspath(str(spec.origin))
-    is_standard = origin.startswith(_STANDARD) and not origin.startswith(_INSTALLED)
-    return "" if is_standard else origin
+    return "" if origin.startswith(_STANDARD) and not _is_of_packages(origin) else origin
+
+
+def _is_of_packages(origin: str) -> bool:
+    return origin.startswith(_INSTALLED) or any(folder in origin for folder in _ELSEWHERE)
 
 
 def is_installed(name: str) -> bool:
     """Whether a module belongs to an installed package, or to this one in a checkout."""
-    return file_of(name).startswith(_INSTALLED) or name.partition(".")[0] == _PACKAGE
+    return _is_of_packages(file_of(name)) or name.partition(".")[0] == _PACKAGE
 
 
 def facts() -> dict[str, Any]:

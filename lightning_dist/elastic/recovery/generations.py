@@ -1,42 +1,49 @@
 """Generations of workers, and the process groups of each.
 
-gloo cannot abort a collective. So the connected sockets of a generation are noted when its groups
-are made, and shut down when it is broken: a rank that waits in a collective fails at once. They are
-those to a port on which a member listens for its groups, or to the store: another thread may open a
-connection meanwhile, to an object store for instance. Deleting a group may block until the threads
-in it have noticed, so a thread does that: each has three threads and a dozen descriptors, too many
-to be kept for ever.
+Groups are torch's that can be reconfigured (torch 2.14): they get the members of the next
+generation and stay the same objects. Until then their connections are shut down, so that all
+collectives fail: a group of this process alone would compute with its own values only.
 """
 
 from __future__ import annotations
 
-import atexit
-import ctypes
+import io
+import json
 import os
-import socket
-import stat
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
-from typing import NoReturn
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
-    HashStore,
     PrefixStore,
     Store,
 )
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.base.private import new_group, set_group_timeout
-from lightning_dist.elastic.private import all_groups, forget_group_numbers
+from lightning_dist.elastic.private import (
+    handle_of,
+    is_reconfigurable,
+    no_member,
+    reconfigurable_group,
+    reconfigure,
+)
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, Ended
+from lightning_dist.elastic.recovery.connections import Connections, listening_ports
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
-from lightning_dist.elastic.recovery.protocol import Generation, WorkerReport
+from lightning_dist.elastic.recovery.protocol import (
+    NOT_YET,
+    Generation,
+    Keys,
+    Worker,
+    WorkerReport,
+)
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.ranks.failures import CollectiveError, is_of_collective
 from lightning_dist.ranks.launch import RECOVERY_STORE, Launch
@@ -44,20 +51,44 @@ from lightning_dist.ranks.launch import RECOVERY_STORE, Launch
 log = get_logger(__name__)
 
 
-_CONNECT = timedelta(seconds=10)
-"""Time limit of connecting the members of a generation, and of their first collectives."""
-_LAST_SECONDS = 2.0
+_CONNECT = timedelta(seconds=5)
+"""Time limit of connecting the members of a group, all of whom have come."""
 _KNOWN_SECONDS = 1.0
 """Time in which the loss of a process is known to all workers."""
 
 
-def init_alone(*, timeout: timedelta | None = None) -> None:
-    """A default process group of this process only, for what is made before it is admitted."""
-    plain = sys.excepthook
-    dist.init_process_group(
-        "gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout or default_pg_timeout
+def _new_group(
+    store: Store, worker: Worker, *, name: str, timeout: timedelta = default_pg_timeout
+) -> dist.ProcessGroup:
+    return reconfigurable_group(
+        PrefixStore(name, store), number=worker.place, name=name, timeout=timeout
     )
-    sys.excepthook = plain  # torch's begins every line with [rank0], which is not known here
+
+
+def init_alone(environment: RecoveryEnvironment, *, timeout: timedelta | None = None) -> None:
+    """A default process group of this process only, which gets other members with a generation."""
+    hook, worker = sys.excepthook, environment.worker
+    timeout = timeout or default_pg_timeout
+    group = _new_group(environment.connect(), worker, name="recovery-0", timeout=timeout)
+    sys.excepthook = partial(_print_with_rank, hook)  # torch's keeps the rank of now
+    uuid = _ALONE + (worker.place << 32) + worker.incarnation
+    reconfigure(group, uuid=uuid, handles=[handle_of(group)], ranks=[0], timeout=_CONNECT)
+
+
+def _print_with_rank(hook: Callable[..., Any], *error: Any) -> None:
+    """Begin each line of a traceback with the present rank, once there are others."""
+    lines = io.StringIO()
+    with redirect_stderr(lines):
+        hook(*error)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    start = f"[rank{dist.get_rank()}]: " if several else ""
+    sys.stderr.writelines(start + line for line in lines.getvalue().splitlines(keepends=True))
+
+
+_ALONE = 1 << 62
+"""More than the number of any group of a generation."""
+_GROUPS = 1 << 12
+"""More than there are groups in a generation."""
 
 
 def is_alone() -> bool:
@@ -68,159 +99,72 @@ def is_alone() -> bool:
 
 
 class GenerationGroups:
-    """The default process group of one generation after the other, and those that follow it."""
+    """The default process group of this process and others, whose members change.
 
-    def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
-        self._ports: set[int] = set()  # of members and of the store
-        self._making: set[tuple[int, int]] | None = None  # sockets that were there before
-        self._lock = threading.Lock()
-        self._before: list[object] = []  # groups of the generation before, which may be in use
-        # Not at the end of the process: a group that is deleted waits for its peers.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._before))
-        self._deletes = threading.Thread()
-        # torch's, which begins every line with [rank0] and calls the one before it, and that one:
-        # a line would have a rank of every generation.
-        self._excepthook = self._plain_excepthook = sys.excepthook
-        atexit.register(self._end)
+    Args:
+        environment: of this worker.
+        gather: values of some workers by name, given a key, this one's and the names. Collective.
+        connections: which get those of the groups.
 
-    @contextmanager
-    def made(
-        self, connect: Callable[[], Store], *, port: int, number: int, rank: int, world_size: int
-    ) -> Iterator[None]:
-        """The default group of generation ``number``; groups made inside are of it too. Collective.
+    Raises:
+        ValueError: the default group is none whose members can change.
+    """
 
-        Args:
-            connect: makes a client of the store of all members, whose connection is shut down with
-                the others: members are waited for in it too.
-            port: of that store.
-        """
-        self.shut()
-        self._ports = {port}
-        left, self._before[:] = [*self._before], all_groups()
-        self._deletes = threading.Thread(target=left.clear, name="recovery groups", daemon=True)
-        self._deletes.start()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        forget_group_numbers()  # of one that could not be made
-        if sys.excepthook is self._excepthook:
-            sys.excepthook = self._plain_excepthook
-        self._plain_excepthook = sys.excepthook
-        with self.growing():
-            dist.init_process_group(
-                "gloo",
-                store=PrefixStore(f"gen-{number}", connect()),
-                rank=rank,
-                world_size=world_size,
-                timeout=_CONNECT,
+    def __init__(
+        self,
+        environment: RecoveryEnvironment,
+        gather: Callable[[str, str, Sequence[str]], Sequence[str]],
+        connections: Connections,
+    ) -> None:
+        if not dist.is_initialized():
+            init_alone(environment)
+        world: Any = dist.group.WORLD
+        if not is_reconfigurable(world):
+            raise ValueError(
+                "recovery='in_process' needs a process group whose ranks can change; create it "
+                "with lightning_dist.init_process_group(recovery='in_process')"
             )
-            self._excepthook = sys.excepthook
-            yield
+        self._worker, self._gather = environment.worker, gather
+        self._store = environment.connect()
+        self._groups: list[dist.ProcessGroup] = [world]
+        self._connections = connections
+        self._generation = Generation(NOT_YET)
+        self._made = self._used = 0  # groups of this generation; those with this process
 
-    @contextmanager
-    def growing(self) -> Iterator[None]:
-        """Groups that are made inside are of this generation. Collective."""
-        before = all_groups()
-        with self._lock:
-            self._making = _descriptors()
-        ports: set[int] | None = None
-        try:
-            yield
-            ports = self._ports = self._ports | _ports_of_all(_descriptors() - self._making)
-        except BaseException:
-            self.shut()  # others may wait for this process
-            raise
-        finally:
-            with self._lock:
-                self._sockets += self._new(ports)
-                self._making = None
-        for group in all_groups():
-            if group not in before:
-                set_group_timeout(group, default_pg_timeout)
+    def enter(self, generation: Generation) -> None:
+        """Let the default group have the members of ``generation``. Collective."""
+        self._connections.shut()
+        self._generation, self._made, self._used = generation, 0, 0
+        self.new()
 
     def new(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
         """One more group, of all members or of ``ranks`` in their order.
 
-        Collective among all members, inside :meth:`growing`; on those that are not in it what
-        torch returns there.
+        Collective among all members; on those that are not in it torch's ``NON_GROUP_MEMBER``.
         """
-        return new_group(ranks, backend="gloo", timeout=_CONNECT)
-
-    def _new(self, ports: Collection[int] | None = None) -> list[socket.socket]:
-        """Connections of the groups that are being made; None: all, before ports are known."""
-        if self._making is None:
-            return []
-        return _connected(_descriptors() - self._making, ports)
-
-    def _end(self) -> None:
-        self.shut()
-        if self._deletes.is_alive():  # a thread in torch would abort a process that ends
-            self._deletes.join(_LAST_SECONDS)
-
-    def shut(self) -> None:
-        """Shut down all connections of this generation: its collectives fail. From any thread.
-
-        While groups are made there may be more of them later, and all that were opened since are
-        shut down.
-        """
-        with self._lock:
-            sockets, self._sockets = self._sockets + self._new(), []
-        for connection in sockets:
-            with suppress(OSError):  # the peer was faster
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-
-
-def _descriptors() -> set[tuple[int, int]]:
-    """Sockets of this process, by descriptor and inode."""
-    descriptors = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            status = os.stat(f"/proc/self/fd/{name}")
-            if stat.S_ISSOCK(status.st_mode):
-                descriptors.add((int(name), status.st_ino))
-    return descriptors
-
-
-def _ports_of_all(descriptors: set[tuple[int, int]]) -> set[int]:
-    """Ports on which any member listens with sockets that are new. Collective."""
-    own_ports: list[int] = []
-    by_rank: list[list[int]] = [[]] * dist.get_world_size()
-    for duplicate in _duplicates(descriptors):
-        with duplicate:
-            if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                own_ports.append(duplicate.getsockname()[1])
-    dist.all_gather_object(by_rank, own_ports)
-    return {port for ports in by_rank for port in ports}
-
-
-def _connected(
-    descriptors: set[tuple[int, int]], ports: Collection[int] | None
-) -> list[socket.socket]:
-    """Connections from or to one of ``ports``; None: all."""
-    connections = []
-    for duplicate in _duplicates(descriptors):
-        ends: set[int] = set()
-        with suppress(OSError):  # one that listens: gloo ends the process where it fails
-            ends = {duplicate.getpeername()[1], duplicate.getsockname()[1]}
-        if ends if ports is None else ends.intersection(ports):
-            connections.append(duplicate)
-        else:
-            duplicate.close()
-    return connections
-
-
-def _duplicates(descriptors: set[tuple[int, int]]) -> list[socket.socket]:
-    """Duplicates of TCP sockets, which are closed without closing another one by mistake."""
-    duplicates = []
-    for number, _ in descriptors:
-        with suppress(OSError):
-            duplicate = socket.socket(fileno=os.dup(number))
-            if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-                duplicates.append(duplicate)
-            else:
-                duplicate.close()
-    return duplicates
+        members, own = self._generation.members, str(self._worker)
+        ranks = [*range(len(members))] if ranks is None else [*ranks]
+        number, self._made = self._made, self._made + 1
+        if members.index(own) not in ranks:
+            nothing: dist.ProcessGroup = no_member()
+            return nothing
+        if self._used == len(self._groups):
+            name = f"recovery-{self._used}"
+            self._groups.append(_new_group(self._store, self._worker, name=name))
+        group, self._used = self._groups[self._used], self._used + 1
+        key = Keys.handle(self._generation.number, number)
+        here = json.dumps([handle_of(group), listening_ports()])
+        of_all = self._gather(key, here, [members[rank] for rank in ranks])
+        handles, ports = zip(*map(json.loads, of_all), strict=True)
+        with self._connections.opened({*chain(*ports)}):
+            reconfigure(
+                group,
+                uuid=self._generation.number * _GROUPS + number,
+                handles=handles,
+                ranks=ranks,
+                timeout=_CONNECT,
+            )
+        return group
 
 
 _TRIES = 5
@@ -237,11 +181,12 @@ class Generations:
     def __init__(self, environment: RecoveryEnvironment) -> None:
         self.on_broken: Callable[[], None] = lambda: None
         """Called from a thread when this generation is known to be at its end, maybe repeatedly."""
-        self.groups = GenerationGroups()
         self._members: Membership | None = None
+        self._connections = Connections()
         with self._needing_store():
             self.member = Member(environment, on_broken=self._break)
             """This worker in the launcher's store."""
+            self.groups = GenerationGroups(environment, self.member.gather, self._connections)
         self._tries = self._size = 0
 
     @contextmanager
@@ -313,7 +258,7 @@ class Generations:
             RuntimeError: a member is lost meanwhile.
         """
         self._require_place(generation, has_state=has_state)
-        rank, size = generation.members.index(self.member.name), len(generation.members)
+        size = len(generation.members)
         self._tries = 0 if generation.newcomers or size < self._size else self._tries + 1
         self._size = size
         if self._tries > _TRIES:
@@ -321,16 +266,13 @@ class Generations:
                 f"{_TRIES} generations of the same step have failed: {generation.reason}"
             ) from failure
         self._members = None
-        self.member.rendezvous()
-        number, member = generation.number, self.member
-        with self.groups.made(
-            member.connect, port=member.port, number=number, rank=rank, world_size=size
-        ):
-            data, control = self.groups.new(), self.groups.new()
-            members = self._members = Membership(generation=number, make=self.groups.new)
-        if self.member.is_broken:
-            self.groups.shut()
-            raise CollectiveError("a member was lost while process groups were created")
+        self.groups.enter(generation)
+        data, control = self.groups.new(), self.groups.new()
+        number = generation.number
+        members = self._members = Membership(generation=number, make=self.groups.new)
+        if self.member.is_broken:  # a group may have been connected after the others were shut down
+            self._connections.shut()
+            raise CollectiveError("a member was lost while process groups were connected")
         return members, data, control
 
     def _require_place(self, generation: Generation, *, has_state: bool) -> None:
@@ -352,7 +294,7 @@ class Generations:
         self._tries = 0
 
     def _break(self) -> None:
-        self.groups.shut()
+        self._connections.shut()
         if (members := self._members) is not None:
             # gloo has been seen to wait on, in a collective that began as its sockets were shut.
             members.ranks.give_up()

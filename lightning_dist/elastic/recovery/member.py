@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -196,15 +196,6 @@ class Member:
         self._thread.start()
         atexit.register(self._stop)  # a thread in torch would abort a process that ends
 
-    def connect(self) -> Store:
-        """One more client of the store."""
-        return self._environment.connect()
-
-    @property
-    def port(self) -> int:
-        """Port of the store."""
-        return self._environment.port
-
     @property
     def is_broken(self) -> bool:
         """Whether this generation is known to be at its end."""
@@ -286,37 +277,36 @@ class Member:
 
         return self._enter(self._ask(looks()))
 
-    def rendezvous(self) -> None:
-        """Wait until all members of this generation are here.
+    def gather(self, key: str, value: str, names: Sequence[str]) -> list[str]:
+        """Values that workers with these names, this one among them, have for ``key``.
 
         Raises:
-            StoreLostError: the store is gone, or they do not come.
-            CollectiveError: the generation is broken.
+            StoreLostError: the store is gone.
+            CollectiveError: they do not come, or the generation is broken.
         """
-        key, size = Keys.met(self.generation.number), len(self.generation.members)
+        keys = [f"{key}/{name}" for name in names]
 
-        def looks() -> Iterator[int | None]:
+        def looks() -> Iterator[list[str] | None]:
             end = time.monotonic() + _PATIENCE
-            come = self.store.add(key, 1)
-            while come < size and not self.is_broken:
+            self.store.set(f"{key}/{self.name}", value)
+            while not (are_here := self.store.check(keys)) and not self.is_broken:
                 if time.monotonic() > end:
-                    raise CollectiveError(
-                        f"{size - come} members did not join within {_PATIENCE:g} s"
-                    )
+                    break
                 yield None
                 time.sleep(_BUSY)
-                come = self.store.add(key, 0)
-            yield come
+            yield [each.decode() for each in self.store.multi_get(keys)] if are_here else []
 
-        if self._ask(looks()) < size:
-            raise CollectiveError(f"a member was lost before all had arrived: {self._reason}")
+        if values := self._ask(looks()):
+            return values
+        why = self._reason or f"they did not come within {_PATIENCE:g} s"
+        raise CollectiveError(f"a member was lost before all had come: {why}")
 
     def waits_for_another(self) -> bool:
         """Whether another member has not come as far as this one. From any thread."""
         here, others = self._where, [name for name in self.generation.members if name != self.name]
 
         def looks() -> Iterator[bool]:
-            store = self.connect()
+            store = self._environment.connect()
             beats = [
                 store.get(Keys.beat(name)).decode()
                 for name in others

@@ -46,6 +46,11 @@ class Worker(NamedTuple):
     local_rank: int
     incarnation: int
 
+    @property
+    def place(self) -> int:
+        """A number that no other worker has that lives."""
+        return self.node * 256 + self.local_rank
+
     def __str__(self) -> str:
         return f"{self.node}.{self.local_rank}.{self.incarnation}"
 
@@ -166,9 +171,9 @@ class Keys:
         return f"report/{number}/{worker}"
 
     @staticmethod
-    def met(number: int) -> str:
-        """Number of members of a generation that have come to make its groups."""
-        return f"met/{number}"
+    def handle(number: int, group: int) -> str:
+        """How members find each other in a group of a generation; a worker's name follows."""
+        return f"handle/{number}/{group}"
 
     @staticmethod
     def beat(worker: str) -> str:

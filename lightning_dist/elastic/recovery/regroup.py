@@ -141,8 +141,7 @@ def regroup(
     network = Network(Channel(data, limit=limit), flags, topology, _CPU)
     if tree is not None:
         leader = settings.hierarchical == "leader"
-        with groups.growing():
-            groups_by_ranks = groups_of(tree, leader=leader, make=groups.new)
+        groups_by_ranks = groups_of(tree, leader=leader, make=groups.new)
         network = in_levels(
             network, tree, leader=leader, new_group=lambda ranks: groups_by_ranks[tuple(ranks)]
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -74,10 +73,6 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
         super().setup_environment()
         self._before_setup()
 
-    def _making_groups(self) -> AbstractContextManager[object]:
-        """Context in which process groups of the module are made."""
-        return nullcontext()
-
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
@@ -87,8 +82,7 @@ class SyncDDPStrategy(SyncStrategy, DDPStrategy):
         if wrapper is not None:
             self._ddp_kwargs.update(wrapper)
             super().configure_ddp()
-        with self._making_groups():
-            self._attach(self.model, environment)
+        self._attach(self.model, environment)
 
     @override
     def _environment(self, **facts: Any) -> Environment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART
-from lightning_dist.elastic.recovery.generations import Generations, init_alone
+from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.recovery.regroup import settings_to_recover
 from lightning_dist.frameworks.lightning import rank_zero
@@ -108,7 +108,6 @@ class CompressedDDPStrategy(SyncDDPStrategy):
         self.generations = generations = Generations(environment)
         self.cluster_environment = environment_of_members = MembersEnvironment()
         if generations.finds_others():
-            init_alone()
             environment_of_members.is_apart = self._is_apart = True
             return
         generation = generations.announce({})
@@ -152,10 +151,6 @@ class CompressedDDPStrategy(SyncDDPStrategy):
     def meets(self) -> None:
         """This worker is one of all from now on."""
         self._is_apart = False
-
-    @override
-    def _making_groups(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.generations is None else self.generations.groups.growing()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

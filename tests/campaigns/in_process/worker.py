@@ -96,7 +96,7 @@ class Strikes:
 
     def watch(self, loop: type[RecoverableLoop]) -> None:
         """Meet those in places that are not the user's; ``loop`` is the adapter's."""
-        launch, made = Channel.all_reduce, GenerationGroups.made
+        launch, made = Channel.all_reduce, GenerationGroups.enter
         write, handover = loop.write, loop._handover
         strikes = self
 
@@ -119,7 +119,7 @@ class Strikes:
             return handover(loop)
 
         Channel.all_reduce = all_reduce  # type: ignore[method-assign]
-        GenerationGroups.made = making  # type: ignore[method-assign]
+        GenerationGroups.enter = making  # type: ignore[method-assign]
         loop.write = writing  # type: ignore[method-assign]
         loop._handover = handing  # type: ignore[method-assign]
         self._watch_healing()

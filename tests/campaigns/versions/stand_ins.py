@@ -2,10 +2,13 @@
 
 torch for CUDA needs some 3 GB of them to be imported, also on a machine without a GPU. A stand-in
 has the name and the symbols of a library: each function returns an error, and there is no device.
+
+    python -m tests.campaigns.versions.stand_ins ENVIRONMENT
 """
 
 import re
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -94,3 +97,13 @@ def _functions(names: Iterable[str]) -> str:
         else:
             lines.append(f"int {name}() {{ return {_ERROR}; }}")
     return "\n".join(lines) + "\n"
+
+
+def main(environment: str) -> None:
+    """Make them in ``environment/stand-ins``, for the torch that is installed there."""
+    (libraries,) = Path(environment).glob("lib/python*/site-packages/torch/lib")
+    stand_ins_for(libraries, Path(environment) / "stand-ins")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

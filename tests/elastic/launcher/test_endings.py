@@ -4,7 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import needs
 from processes import run
+
+from lightning_dist.base.features import RECOVERY
 
 SCRIPT = Path(__file__).with_name("ending.py")
 LAUNCHER = [sys.executable, "-m", "lightning_dist.elastic.launcher", "--monitor-interval=0.05"]
@@ -24,7 +27,7 @@ def launched(
     return done.returncode, done.output, starts
 
 
-@pytest.mark.parametrize("recovery", ["restart", "in_process"])
+@pytest.mark.parametrize("recovery", ["restart", pytest.param("in_process", marks=needs(RECOVERY))])
 @pytest.mark.parametrize(
     ("how", "error"),
     [

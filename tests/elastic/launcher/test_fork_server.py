@@ -384,6 +384,16 @@ def test_installed_modules_are_there_and_those_of_the_user_are_read_anew(
     assert workers.run() == ("another script\n", True)
 
 
+def test_packages_may_lie_in_a_folder_that_only_the_path_names(
+    job: Callable[[str, str], Job],
+) -> None:
+    workers = job("", "import sys; print('installed' in sys.modules)\nimport installed, json.tool")
+    del workers.environment["PYTHONUSERBASE"]
+    assert workers.run() == ("False\n", False)
+    workers.preload()
+    assert workers.run() == ("True\n", True)
+
+
 def test_what_is_imported_later_is_imported_ahead_later(job: Callable[[str, str], Job]) -> None:
     code = "import installed, sys, os; print('yaml' in sys.modules)\nif 'LATE' in os.environ:"
     workers = job("import json", f"{code}\n    import yaml\nimport json.tool")

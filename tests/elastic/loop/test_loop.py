@@ -24,11 +24,13 @@ from lightning.fabric.loggers import CSVLogger
 from loop_pair import RATES
 from loop_pair import train as train_pair
 from loop_runs import failing, net, train
+from needs import needs
 from processes import ROOT, torchrun
 from torch import nn
 
 from lightning_dist import ElasticLoop
 from lightning_dist.accelerate import AsyncStateCheckpointer
+from lightning_dist.base.features import RECOVERY
 from lightning_dist.elastic.process.lifecycle import Ended
 from lightning_dist.frameworks.accelerate.async_state import folders
 
@@ -275,9 +277,10 @@ def test_what_accelerate_does_too_is_refused(given: Any, says: str, tmp_path: Pa
     ("given", "says"),
     [
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be positive; got 0"),
-        (
+        pytest.param(
             {"format": "sharded", "recovery": "in_process"},
             "needs checkpoints that one rank can write, and with format='sharded' all write",
+            marks=needs(RECOVERY),
         ),
         ({"mirror_residuals": True}, "takes effect with recovery='in_process' only"),
         ({"mirror_residuals": 0, "recovery": "in_process"}, "the steps between two copies, got 0"),

@@ -11,13 +11,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from needs import needs
 from processes import environment_of, kill_tree, run
 from recovering_jobs import STEP, LoopJob, TrainerJob
 from tiers import some_exhaustive
 
+from lightning_dist.base.features import RECOVERY
 from lightning_dist.elastic.recovery.coordinator import RecoveryNode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
+pytestmark = [needs(RECOVERY), pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
 
 
 @pytest.mark.parametrize("kind", some_exhaustive([LoopJob, TrainerJob], [LoopJob]))

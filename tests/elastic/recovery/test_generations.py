@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from needs import needs
 from store_hosts import StoreHost
-from torch.distributed import Store, TCPStore
+from torch.distributed import HashStore, TCPStore
 from worlds import Rank, run_threads
 
 from lightning_dist.base.features import RECOVERY
 from lightning_dist.elastic.recovery import member as member_module
+from lightning_dist.elastic.recovery.connections import Connections, listening_ports
 from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations, init_alone
 from lightning_dist.elastic.recovery.member import Member, RecoveryEnvironment, StoreLostError
 from lightning_dist.elastic.recovery.protocol import Generation, Worker, WorkerReport
@@ -35,19 +36,22 @@ def server() -> TCPStore:
 
 
 @pytest.fixture
-def connect(server: TCPStore) -> Callable[[], Store]:
-    return lambda: TCPStore("127.0.0.1", server.port, is_master=False, timeout=LIMIT)
+def environment(server: TCPStore) -> RecoveryEnvironment:
+    return RecoveryEnvironment("127.0.0.1", server.port, Worker(0, 0, 0))
 
 
 @pytest.fixture
-def generations(server: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Generations]:
+def generations(
+    environment: RecoveryEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Generations]:
     """Of a worker whose peers are lost before it meets them."""
 
-    def lose(member: Member) -> None:
+    def lose(groups: GenerationGroups, generation: Generation) -> None:
         raise CollectiveError("a member was lost")
 
-    monkeypatch.setattr(Member, "rendezvous", lose)
-    found = Generations(RecoveryEnvironment("127.0.0.1", server.port, Worker(0, 0, 0)))
+    monkeypatch.setattr(GenerationGroups, "__init__", lambda *arguments: None)
+    monkeypatch.setattr(GenerationGroups, "enter", lose)
+    found = Generations(environment)
     yield found
     found.member._stop()
 
@@ -87,14 +91,19 @@ def member_of_another_process(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("asks", ["finds_others", "announce", "report", "rendezvous", "connect"])
+@pytest.mark.parametrize("asks", ["finds_others", "announce", "report", "gather", "connect"])
 def test_a_stopped_store_is_lost_within_the_report_timeout(asks: str) -> None:
     """torch waits for it without a bound, whatever the timeout of the client."""
     with member_of_another_process(0.3) as (member, host):
         host.stop()
-        arguments = {"announce": [""], "report": [WorkerReport(member.name)]}.get(asks, [])
+        arguments = {
+            "announce": [{}],
+            "report": [WorkerReport(member.name)],
+            "gather": ["key", "value", [member.name]],
+        }.get(asks, [])
+        asked = member._environment if asks == "connect" else member
         with pytest.raises(StoreLostError, match=r"within 0\.3 s.*LIGHTNING_DIST_REPORT_TIMEOUT"):
-            getattr(member, asks)(*arguments)
+            getattr(asked, asks)(*arguments)
 
 
 @pytest.mark.timeout(60)
@@ -137,50 +146,79 @@ def test_timeouts_are_those_of_the_launcher() -> None:
 
 
 @pytest.fixture
-def groups() -> Iterator[GenerationGroups]:
-    yield GenerationGroups()
+def groups(environment: RecoveryEnvironment) -> Iterator[GenerationGroups]:
+    """Of the only worker, as it begins."""
+    if dist.is_initialized():  # of another test in this process
+        dist.destroy_process_group()
+    yield GenerationGroups(environment, lambda key, value, names: [value], Connections())
+    dist.destroy_process_group()
+
+
+def alone(number: int) -> Generation:
+    return Generation(number, members=("0.0.0",))
+
+
+@needs(RECOVERY)
+def test_groups_are_the_same_objects_in_each_generation(groups: GenerationGroups) -> None:
+    found = []
+    for number in range(3):
+        groups.enter(alone(number))
+        found.append([dist.group.WORLD, groups.new(), groups.new([0])])
+        assert all(each.size() == 1 for each in found[-1])  # type: ignore[union-attr]
+        assert dist.get_rank(found[-1][1]) == dist.get_rank() == 0
+        assert len({*map(id, found[-1])}) == 3
+    assert found[0] == found[1] == found[2]
+
+
+def test_connections_of_other_threads_stay_open() -> None:
+    """They may be opened while groups are connected, which listen on ports that are known."""
+    listens, elsewhere = socket.create_server(("", 0)), socket.create_server(("", 0))
+    connections = Connections()
+    with listens, elsewhere:
+        assert {*listening_ports()} >= {listens.getsockname()[1], elsewhere.getsockname()[1]}
+        earlier = pair_of(listens)
+        with connections.opened([listens.getsockname()[1]]):
+            other, own = pair_of(elsewhere), pair_of(listens)
+            connections.shut()  # also while there may be more
+            assert own[1].recv(1) == b""
+            last = pair_of(listens)
+        connections.shut()
+        assert last[1].recv(1) == b""
+        for near, far in (other, earlier):
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"
+    for each in (*earlier, *other, *own, *last):
+        each.close()
+
+
+def pair_of(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    near = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
+    return near, server.accept()[0]
+
+
+@needs(RECOVERY)
+def test_lines_of_a_traceback_have_no_rank_before_there_are_others(
+    environment: RecoveryEnvironment,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    init_alone(environment)
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert capsys.readouterr().err == "ValueError: x\n"
     dist.destroy_process_group()
 
 
 @needs(RECOVERY)
-def test_connections_of_other_threads_stay_open(
-    groups: GenerationGroups, server: TCPStore, connect: Callable[[], Store]
-) -> None:
-    """They may be opened while groups are made."""
-    elsewhere = socket.create_server(("127.0.0.1", 0))
-    with elsewhere, groups.made(connect, port=server.port, number=0, rank=0, world_size=1):
-        other = socket.create_connection(elsewhere.getsockname())
-        peer, _ = elsewhere.accept()
-    with other, peer:
-        kept = {each.getpeername()[1] for each in groups._sockets}
-        assert server.port in kept
-        assert kept.isdisjoint((other.getsockname()[1], peer.getsockname()[1]))
-        groups.shut()
-        other.sendall(b"x")
-        assert peer.recv(1) == b"x"
-
-
-@needs(RECOVERY)
-def test_a_line_of_a_traceback_has_one_rank(
-    groups: GenerationGroups,
-    server: TCPStore,
-    connect: Callable[[], Store],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """That of the last generation; none before the first, when each process is alone."""
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-
-    def printed() -> str:
-        sys.excepthook(ValueError, ValueError("x"), None)
-        return capsys.readouterr().err
-
-    init_alone()
-    assert printed() == "ValueError: x\n"
-    for number in range(3):
-        with groups.made(connect, port=server.port, number=number, rank=0, world_size=1):
-            pass
-        assert printed() == "[rank0]: ValueError: x\n"
+def test_a_process_group_of_another_kind_is_refused(environment: RecoveryEnvironment) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with pytest.raises(ValueError, match=r"create it with lightning_dist.init_process_group\("):
+        GenerationGroups(environment, lambda key, value, names: [value], Connections())
+    dist.destroy_process_group()
 
 
 def votes(wishes: list[list[bool]]) -> list[list[bool]]:

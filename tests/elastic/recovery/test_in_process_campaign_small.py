@@ -5,12 +5,15 @@ import shlex
 from pathlib import Path
 
 import pytest
+from needs import needs
 from processes import run
 
+from lightning_dist.base.features import RECOVERY
 from tests.campaigns.in_process.drawing import KINDS, Strike, draw
 from tests.campaigns.in_process.oracle import PROBLEMS, Verdict, judge
 
 
+@needs(RECOVERY)
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.timeout(400)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs
 from recovering_jobs import STEP, LoopJob, TrainerJob
 from recovering_loops import EPOCHS, SIZE
 
+from lightning_dist.base.features import RECOVERY
 from lightning_dist.profiling.run import read_run, run_folder
 
 OTHER_ENDS = {
@@ -22,7 +24,7 @@ OTHER_ENDS = {
 """Action and exit of those that do not kill themselves; who stops is killed by the launcher."""
 LAST = EPOCHS * SIZE // 12
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
+pytestmark = [needs(RECOVERY), pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
 of_both = pytest.mark.parametrize("kind", [LoopJob, TrainerJob])
 
 

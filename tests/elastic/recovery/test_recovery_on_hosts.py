@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs
 from processes import environment_of, kill_tree
 from recovering_jobs import STEP, LoopJob, Written, weights_alone
 from recovering_loops import EPOCHS, SIZE
 
 from benchmarks.harness.testbed import INTERFACE, Testbed, TestbedUnavailable
+from lightning_dist.base.features import RECOVERY
 
-pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [needs(RECOVERY), pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LIMIT = 100.0
 
@@ -158,7 +160,7 @@ def test_a_leader_alone_is_evicted_and_writes_nothing_until_its_successor_comes(
     told = {
         "joins": [2, *range(STEP + 3, last)],
         "saves": 1,
-        "limit": 200,
+        "limit": 60,
         "waits": ["struck", STEP],
         # 1.0.0 leads the others. In the generation after it there is time for more.
         "faults": [["0.0.0", "forward", 1], ["2.0.0", "groups", STEP, "wait"]],

@@ -9,23 +9,27 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from needs import needs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lightning_dist
 from lightning_dist import CommProfiler, compress_ddp
-from lightning_dist.elastic.recovery.generations import Generations, init_alone, is_alone
+from lightning_dist.base.features import RECOVERY
+from lightning_dist.elastic.recovery.generations import Generations, is_alone
 from lightning_dist.elastic.recovery.regroup import require_recoverable
 from lightning_dist.elastic.recovery.step import StepRecovery
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
+
+pytestmark = needs(RECOVERY)
 
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     if dist.is_initialized():  # of a Trainer of another test in this process
         dist.destroy_process_group()
-    init_alone()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
