@@ -253,14 +253,13 @@ RECOVERY = Feature(
     "recovery='in_process'",
     "2.14",
     {
-        "torch.nn.parallel:DistributedDataParallel": (
-            "_has_rebuilt_buckets broadcast_bucket_size forward_sync_buffers parameters_to_ignore"
-        ),
+        "torch.nn.parallel:DistributedDataParallel": ("_has_rebuilt_buckets forward_sync_buffers"),
         "torch.distributed:Reducer": "_rebuild_buckets",
-        "torch.distributed": "_broadcast_coalesced",
         "torch.distributed:init_process_group": "enable_reconfigure",
-        "torch.distributed:ProcessGroup": "_get_backend get_reconfigure_handle",
-        "torch.distributed.distributed_c10d": "_new_process_group_helper _reconfigure _world",
+        "torch.distributed:ProcessGroup": "_device_types _get_backend",
+        "torch.distributed.distributed_c10d": (
+            "ReconfigureOptions _new_process_group_helper _world"
+        ),
     },
 )
 """The workers' part."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -20,11 +19,12 @@ if TYPE_CHECKING:
 
 # torch's functions for it are public in name only, and none makes a group beside the default one.
 def reconfigurable_group(
-    store: Any, *, number: int, name: str, timeout: timedelta
+    backend: str, store: Any, *, number: int, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A gloo group whose members :func:`reconfigure` says; the default one if there is none.
+    """A group whose members :func:`reconfigure` says; the default one if there is none.
 
     Args:
+        backend: as of ``init_process_group``, such as ``"cpu:gloo,cuda:nccl"``.
         number: of this process, unlike that of every other one of the store.
         name: of the group, unlike that of every other one of this process.
         timeout: of its collectives.
@@ -32,13 +32,13 @@ def reconfigurable_group(
     RECOVERY.require()
     regime: dict[str, Any] = {"timeout": timeout, "enable_reconfigure": True}
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=store, rank=number, world_size=number + 1, **regime)
+        dist.init_process_group(backend, store=store, rank=number, world_size=number + 1, **regime)
         world = dist.group.WORLD
         assert world is not None
         return world
     inner: Any = distributed_c10d
     made = inner._new_process_group_helper(
-        *(number + 1, number, [dist.get_rank()], dist.Backend("gloo"), store, name),
+        *(number + 1, number, [dist.get_rank()], dist.Backend(backend), store, name),
         group_desc=name,
         **regime,
     )
@@ -52,40 +52,34 @@ def no_member() -> Any:
     return distributed_c10d.GroupMember.NON_GROUP_MEMBER
 
 
-def is_reconfigurable(group: Any) -> bool:
-    """Whether a group was made for other members to come."""
+# A group with several backends cannot be reconfigured as a whole.
+def backends_of(group: Any) -> dict[str, Any]:
+    """Backends of a group, by name; one may be that of several types of devices."""
     RECOVERY.require()
-    options = group._get_backend(torch.device("cpu")).options
-    return bool(getattr(options, "enable_reconfigure", False))
+    backends = [group._get_backend(device) for device in group._device_types]
+    return {backend.name(): backend for backend in sorted(backends, key=lambda each: each.name())}
 
 
-def handle_of(group: Any) -> str:
-    """The text by which others find this process in a group, until it is reconfigured."""
-    RECOVERY.require()
-    handle: str = group.get_reconfigure_handle()
-    return handle
+def is_reconfigurable(backend: Any) -> bool:
+    """Whether a backend was made for other members to come."""
+    return bool(getattr(getattr(backend, "options", None), "enable_reconfigure", False))
 
 
-def reconfigure(
-    group: dist.ProcessGroup,
-    *,
-    uuid: int,
-    handles: Sequence[str],
-    ranks: Sequence[int],
-    timeout: timedelta,
-) -> None:
-    """Let a group have the members with these handles. Collective among them.
-
-    Collectives that are under way in it fail, but for those that wait for a process that is stopped
-    or cut off.
+def reconfigure(backend: Any, *, uuid: int, handles: Sequence[str], timeout: timedelta) -> None:
+    """Let a backend of a group have the members with these handles. Collective among them.
 
     Args:
         uuid: unlike that of every other call with the store.
-        ranks: of the members in the default group.
     """
-    RECOVERY.require()
     inner: Any = distributed_c10d
-    inner._reconfigure(uuid=uuid, handles=[*handles], group=group, timeout=timeout).wait()
+    options = inner.ReconfigureOptions()
+    options.uuid, options.handles, options.timeout = uuid, [*handles], timeout
+    backend.reconfigure(options).wait()
+
+
+def set_ranks(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """Let torch know the members of a reconfigured group, by their ranks in the default one."""
+    inner: Any = distributed_c10d
     inner._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
 
 
@@ -95,20 +89,6 @@ def order_buckets(model: DistributedDataParallel) -> None:
     RECOVERY.require()
     if not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
         model._has_rebuilt_buckets = True
-
-
-# DDP sends buffers within its forward pass only.
-def send_buffers(model: DistributedDataParallel) -> None:
-    """Buffers of rank 0 -> all, as DDP does before a forward pass. Collective."""
-    RECOVERY.require()
-    ignored = model.parameters_to_ignore
-    named = model.module.named_buffers()
-    buffers = [buffer for name, buffer in named if name not in ignored]
-    if buffers:
-        size = model.broadcast_bucket_size
-        dist._broadcast_coalesced(  # type: ignore[attr-defined]  # torch re-exports it silently
-            model.process_group, buffers, size, 0
-        )
 
 
 # Nobody else counts what is written to a tensor.

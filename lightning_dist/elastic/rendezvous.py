@@ -218,7 +218,7 @@ def init_process_group(
     RecoverySettings(recovery=recovery)  # checks it
     environment = RecoveryEnvironment.from_env() if recovery == "in_process" else None
     if environment is not None:
-        init_alone(environment, timeout=timeout)
+        init_alone(environment, backend=backend, timeout=timeout)
         return
     launch = Launch.from_env()
     if not launch.is_elastic:

@@ -20,6 +20,8 @@ from lightning_dist.ranks.traffic import Sent
 
 _SLICE = 0.1
 """Seconds of one wait, after which a thread that waits sees that it is to give up."""
+_POLL = 0.0005
+"""Seconds between two looks at a collective of an accelerator."""
 _LONG = 5.0
 """Seconds after which a wait is long."""
 
@@ -65,10 +67,13 @@ class WaitLimit:
 
     Args:
         seconds: of one wait; None: as long as the process group's own timeout.
+        on_host: waits for an accelerator hold the host, too, and are limited as others. A
+            collective that was aborted looks as if it were complete, so that a failure is noticed
+            only by those that look, when it is over, whether they were to give it up.
     """
 
-    def __init__(self, seconds: float | None = None) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float | None = None, *, on_host: bool = False) -> None:
+        self.seconds, self.on_host = seconds, on_host
         self.waits_long: Callable[[], Callable[[], None]] = lambda: nothing
         """Called once in each long wait, by the thread that waits; what it returns, at its end."""
         self._given_up = threading.Event()
@@ -77,11 +82,12 @@ class WaitLimit:
         """Raise in all waits, those in progress within a tenth of a second."""
         self._given_up.set()
 
-    def wait(self, work: dist.Work, *, what: str) -> object:
+    def wait(self, work: dist.Work, *, what: str, on_stream: bool = False) -> object:
         """Wait until ``work`` has ended.
 
         Args:
             what: it is, for the message.
+            on_stream: it is of an accelerator.
 
         Raises:
             CollectiveError: the limit has passed, :meth:`give_up` was called, or ``work`` has
@@ -102,6 +108,14 @@ class WaitLimit:
                     )
                 if over is None and waited > _LONG:
                     over = self.waits_long()
+                if on_stream:
+                    if not work.is_completed():
+                        time.sleep(_POLL)
+                        continue
+                    ended = _ended(work)
+                    if self._given_up.is_set():
+                        raise CollectiveError(f"Gave up {what}, which may have been aborted")
+                    return ended
                 try:
                     # Whole milliseconds count, and none of them means no limit.
                     return work.wait(timedelta(seconds=max(min(left, _SLICE), 0.001)))
@@ -193,8 +207,9 @@ class Channel:
         if see is not None:
             see(work)
         blocks = of.device.type == "cpu"  # who waits; elsewhere a stream is ordered behind it
-        what, limit = f"{name} of group {self.name!r}", self.limit if blocks else None
-        return _Launched(work, what, limit, None if see is None else watch)
+        limit = self.limit if blocks or self.limit.on_host else None
+        what = f"{name} of group {self.name!r}"
+        return _Launched(work, what, limit, not blocks, None if see is None else watch)
 
 
 @dataclass(frozen=True)
@@ -204,15 +219,16 @@ class _Launched:
     work: dist.Work
     what: str
     limit: WaitLimit | None
+    on_stream: bool
     watch: Watch | None
 
     def wait(self) -> object:
-        """Wait until it has ended; on an accelerator, until the stream has come to it."""
+        """Wait until it has ended; on an accelerator usually until the stream has come to it."""
         over = None if self.watch is None else self.watch.waits()
         try:
             if self.limit is None:
                 return self.work.wait()
-            return self.limit.wait(self.work, what=self.what)
+            return self.limit.wait(self.work, what=self.what, on_stream=self.on_stream)
         finally:
             if over is not None:
                 over()

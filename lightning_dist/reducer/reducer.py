@@ -417,7 +417,9 @@ class Reducer(Pipeline):
         if end(patience):
             return
         self.network.limit.give_up()
-        for channel in self.network.channels if is_accelerator(self.network.device) else ():
+        # Under recovery they are aborted already, and may have new members.
+        blocks = is_accelerator(self.network.device) and not self.recovers
+        for channel in self.network.channels if blocks else ():
             with suppress(RuntimeError):  # of a backend that cannot
                 channel.group.abort()
         end()

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -76,11 +77,45 @@ def _module(extension: Any) -> ModuleType:
     module.manual_seed_all = lambda seed: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.extension = extension
-    for name in ("process_group", "set_delays", "written_after_free"):
+    for name in (
+        *("process_group", "reconfigurable_process_group", "set_delays", "written_after_free"),
+    ):
         setattr(module, name, getattr(extension, name))
     for name in ("counters", "reset_counters", "drain", "hold"):
         setattr(module, name, lambda device=None, of=name: getattr(extension, of)(index(device)))
     return module
+
+
+def register_backend(device: int = 0) -> str:
+    """Backend ``simulated``, of groups whose ranks may change, for processes with one device each.
+
+    Returns:
+        A default process group's backends.
+    """
+    from torch.distributed import Backend, HashStore, PrefixStore
+    from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+    sim = install()
+
+    def connected(store: Any, rank: int, size: int) -> Any:
+        options: Any = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_default_device()]
+        options._threads, options._timeout = 2, timedelta(seconds=20)
+        return ProcessGroupGloo(store, rank, size, options)
+
+    def create(given: Any, _: Any = None) -> Any:
+        if not given.enable_reconfigure:
+            gloo = connected(given.store, given.group_rank, given.group_size)
+            return sim.process_group(gloo, device)
+        return sim.reconfigurable_process_group(
+            connected(HashStore(), 0, 1),
+            device,
+            given.group_rank,
+            lambda uuid, rank, size: connected(PrefixStore(f"{uuid}", given.store), rank, size),
+        )
+
+    Backend.register_backend("simulated", create, extended_api=True, devices=[NAME])
+    return f"cpu:gloo,{NAME}:simulated"
 
 
 def build() -> Path:

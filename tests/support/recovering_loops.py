@@ -11,7 +11,8 @@ a step), ``profile`` (a CommProfiler watches), ``mirror`` (of residuals), ``rank
 ``dropout`` (of the inputs of a worker), ``accumulate``, ``notices`` (wait in a pass of this step
 until it is known that a rank is lost), ``loads`` (a worker that dies while all load a batch of a
 step), ``averages`` (of weights; ``"early"``: before the optimizer steps), ``other`` (a worker
-whose script saves after other steps), ``epochs`` and ``hang_timeout``. Every rank writes what it
+whose script saves after other steps), ``epochs``, ``hang_timeout`` and
+``accelerated`` (on the simulated device). Every rank writes what it
 computes and what it has committed to ``FOLDER/<worker>.jsonl``.
 """
 
@@ -90,7 +91,7 @@ def written(**facts: Any) -> str:
 
 def digest(module: nn.Module) -> str:
     flat = torch.cat([p.detach().flatten() for p in module.parameters()])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 SIGNALS = {
@@ -349,7 +350,14 @@ def begin(folder: Path, told: dict[str, Any], loop: type[RecoverableLoop]) -> Fa
 def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
     faults = begin(folder, told, UserLoop)
+    backend, device = "gloo", None
     module = Net()
+    if own and told.get("accelerated"):
+        sys.path.append(str(Path(__file__).parents[1]))
+        from simulated_device.device import NAME, register_backend
+
+        backend, device = register_backend(), torch.device(NAME, 0)
+        module.to(device)
     module.layers[1].weight.register_hook(lambda _: faults.strike("between buckets"))
     sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.1, total_iters=20)
@@ -359,7 +367,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     average = torch.optim.swa_utils.AveragedModel(module)
     averaged = {"average": average} if "averages" in told else {}
     if own:
-        init_process_group("gloo", recovery="in_process")
+        init_process_group(backend, recovery="in_process")
         framework, codec = told.get("framework", "ddp"), told.get("codec", "none")
         made = FRAMEWORKS[framework](module, sgd, codec, **scaled)
     model, optimizer = made.model, made.optimizer
@@ -397,6 +405,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
             gradient_accumulation_steps=accumulate,
             seed=5,
             hang_timeout=told.get("hang_timeout", 600.0),
+            device=device,
             recovery="in_process" if own else "restart",
             mirror_residuals=told.get("mirror", False),
         ) as loop,
@@ -477,7 +486,7 @@ def train(folder: Path, told: dict[str, Any]) -> nn.Module:
     note(end=loop.steps, hash=digest(module), metrics=loop.metrics(), **of_average)
     faulthandler.cancel_dump_traceback_later()
     if own.startswith("0."):
-        torch.save(module.state_dict(), folder / f"weights-{own}.pt")
+        torch.save(module.cpu().state_dict(), folder / f"weights-{own}.pt")
     return module
 
 

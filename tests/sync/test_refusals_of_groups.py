@@ -17,10 +17,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 from worlds import Rank, run_threads
 
-from lightning_dist.base.features import ORDERED_GROUPS, RECOVERY
+from lightning_dist.base.features import ORDERED_GROUPS
 from lightning_dist.codecs import CODECS
-from lightning_dist.elastic.private import send_buffers
-from lightning_dist.elastic.recovery.regroup import from_rank
+from lightning_dist.elastic.recovery.regroup import from_rank, send_buffers
+from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.launch import Claim
 from lightning_dist.settings.exchange import ExchangeSettings
 from lightning_dist.sync import networks
@@ -336,7 +336,6 @@ def test_a_rank_that_needs_no_state_does_not_receive_it() -> None:
     assert from_rank(None, rank=1, to=[2, 3]) is None
 
 
-@needs(RECOVERY)
 @pytest.mark.usefixtures("alone")
 def test_buffers_of_one_type_are_sent_in_one_collective() -> None:
     """Running means, variances and counts of 20 layers, but those that DDP ignores."""
@@ -345,7 +344,7 @@ def test_buffers_of_one_type_are_sent_in_one_collective() -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
     model = DistributedDataParallel(module)
     with torch.profiler.profile(record_shapes=True) as profile:
-        send_buffers(model)
+        send_buffers(model, Channel(model.process_group))
     sent = [each.input_shapes for each in profile.events() if each.name == "gloo:broadcast"]
     counts, values = 19, 19 * 8  # without the last layer
     assert sorted(sent) == [[[counts]], [[values]]]

@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 _Sockets = set[tuple[int, int]]
@@ -23,6 +23,7 @@ class Connections:
     """Connections of all process groups of a generation."""
 
     def __init__(self) -> None:
+        self._aborts: list[Callable[[], None]] = []
         self._open: list[socket.socket] = []
         self._before: _Sockets | None = None  # while a group is connected
         self._ports: Collection[int] = ()
@@ -40,6 +41,11 @@ class Connections:
                 self._open += self._new()
                 self._before = None
 
+    def aborts(self, call: Callable[[], None]) -> None:
+        """Call this, too, where they are shut down: the abort of a backend that has one."""
+        with self._lock:
+            self._aborts.append(call)
+
     def shut(self) -> None:
         """Shut them down, so that collectives fail. From any thread.
 
@@ -47,6 +53,10 @@ class Connections:
         """
         with self._lock:
             closed, self._open = self._open + self._new(), []
+            aborts, self._aborts = self._aborts, []
+        for abort in aborts:
+            with suppress(RuntimeError):  # of a group that is being connected
+                abort()
         for connection in closed:
             with suppress(OSError):  # the peer was faster
                 connection.shutdown(socket.SHUT_RDWR)

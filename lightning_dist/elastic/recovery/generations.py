@@ -19,20 +19,21 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
     PrefixStore,
-    Store,
 )
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.elastic.private import (
-    handle_of,
+    backends_of,
     is_reconfigurable,
     no_member,
     reconfigurable_group,
     reconfigure,
+    set_ranks,
 )
 from lightning_dist.elastic.process.lifecycle import EXIT_EVICTED, EXIT_RESTART, Ended
 from lightning_dist.elastic.recovery.connections import Connections, listening_ports
@@ -41,7 +42,6 @@ from lightning_dist.elastic.recovery.protocol import (
     NOT_YET,
     Generation,
     Keys,
-    Worker,
     WorkerReport,
 )
 from lightning_dist.ranks.agreement import Membership
@@ -55,24 +55,51 @@ _CONNECT = timedelta(seconds=5)
 """Time limit of connecting the members of a group, all of whom have come."""
 _KNOWN_SECONDS = 1.0
 """Time in which the loss of a process is known to all workers."""
+_CPU = "gloo"
+"""Backend of what only the CPU communicates."""
 
 
-def _new_group(
-    store: Store, worker: Worker, *, name: str, timeout: timedelta = default_pg_timeout
-) -> dist.ProcessGroup:
-    return reconfigurable_group(
-        PrefixStore(name, store), number=worker.place, name=name, timeout=timeout
-    )
+def init_alone(
+    environment: RecoveryEnvironment,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """A default process group of this process only, which gets other members with a generation.
 
+    Args:
+        backend: None: gloo for CPUs, and NCCL where there is a GPU.
+        timeout: of its collectives; None: torch's default.
 
-def init_alone(environment: RecoveryEnvironment, *, timeout: timedelta | None = None) -> None:
-    """A default process group of this process only, which gets other members with a generation."""
+    Raises:
+        ValueError: a backend whose members cannot change.
+    """
     hook, worker = sys.excepthook, environment.worker
-    timeout = timeout or default_pg_timeout
-    group = _new_group(environment.connect(), worker, name="recovery-0", timeout=timeout)
+    group = reconfigurable_group(
+        backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else _CPU),
+        PrefixStore("default", environment.connect()),
+        number=worker.place,
+        name="recovery",
+        timeout=timeout or default_pg_timeout,
+    )
     sys.excepthook = partial(_print_with_rank, hook)  # torch's keeps the rank of now
+    _require_reconfigurable(group)
     uuid = _ALONE + (worker.place << 32) + worker.incarnation
-    reconfigure(group, uuid=uuid, handles=[handle_of(group)], ranks=[0], timeout=_CONNECT)
+    for each in backends_of(group).values():
+        handle = each.get_reconfigure_handle()
+        reconfigure(each, uuid=uuid, handles=[handle], timeout=_CONNECT)
+    set_ranks(group, [0])
+
+
+def _require_reconfigurable(group: Any) -> None:
+    for name, backend in backends_of(group).items():
+        if not is_reconfigurable(backend):
+            raise ValueError(
+                f"recovery='in_process' needs process groups whose ranks can change, and backend "
+                f"{name!r} of the default one was made otherwise: create it with "
+                "lightning_dist.init_process_group(recovery='in_process'); for NCCL with torch "
+                "2.14 set TORCH_DIST_USE_NCCL2=1 before"
+            )
 
 
 def _print_with_rank(hook: Callable[..., Any], *error: Any) -> None:
@@ -116,31 +143,33 @@ class GenerationGroups:
         gather: Callable[[str, str, Sequence[str]], Sequence[str]],
         connections: Connections,
     ) -> None:
-        if not dist.is_initialized():
-            init_alone(environment)
         world: Any = dist.group.WORLD
-        if not is_reconfigurable(world):
-            raise ValueError(
-                "recovery='in_process' needs a process group whose ranks can change; create it "
-                "with lightning_dist.init_process_group(recovery='in_process')"
-            )
+        _require_reconfigurable(world)
         self._worker, self._gather = environment.worker, gather
         self._store = environment.connect()
-        self._groups: list[dist.ProcessGroup] = [world]
+        self.backend = dist.get_backend_config(world)
+        """That of the default group, for what models exchange."""
+        self._groups: dict[str, list[dist.ProcessGroup]] = {self.backend: [world]}
+        self._groups.setdefault(_CPU, [])
         self._connections = connections
         self._generation = Generation(NOT_YET)
-        self._made = self._used = 0  # groups of this generation; those with this process
+        self._made = 0  # groups of this generation
+        self._used = dict.fromkeys(self._groups, 0)  # those with this process, by backend
 
     def enter(self, generation: Generation) -> None:
         """Let the default group have the members of ``generation``. Collective."""
         self._connections.shut()
-        self._generation, self._made, self._used = generation, 0, 0
-        self.new()
+        self._generation, self._made = generation, 0
+        self._used = dict.fromkeys(self._groups, 0)
+        self.new(backend=self.backend)
 
-    def new(self, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    def new(self, ranks: Sequence[int] | None = None, *, backend: str = _CPU) -> dist.ProcessGroup:
         """One more group, of all members or of ``ranks`` in their order.
 
         Collective among all members; on those that are not in it torch's ``NON_GROUP_MEMBER``.
+
+        Args:
+            backend: gloo, or :attr:`backend`.
         """
         members, own = self._generation.members, str(self._worker)
         ranks = [*range(len(members))] if ranks is None else [*ranks]
@@ -148,23 +177,37 @@ class GenerationGroups:
         if members.index(own) not in ranks:
             nothing: dist.ProcessGroup = no_member()
             return nothing
-        if self._used == len(self._groups):
-            name = f"recovery-{self._used}"
-            self._groups.append(_new_group(self._store, self._worker, name=name))
-        group, self._used = self._groups[self._used], self._used + 1
+        groups, index = self._groups[backend], self._used[backend]
+        if index == len(groups):
+            groups.append(self._one_more(backend, name=f"recovery {backend} {index}"))
+        self._used[backend] += 1
+        self._connect(groups[index], ranks, number=number)
+        return groups[index]
+
+    def _one_more(self, backend: str, *, name: str) -> dist.ProcessGroup:
+        return reconfigurable_group(
+            backend,
+            PrefixStore(name, self._store),
+            number=self._worker.place,
+            name=name,
+            timeout=default_pg_timeout,
+        )
+
+    def _connect(self, group: dist.ProcessGroup, ranks: Sequence[int], *, number: int) -> None:
+        backends, members = backends_of(group), self._generation.members
+        handles = {name: each.get_reconfigure_handle() for name, each in backends.items()}
         key = Keys.handle(self._generation.number, number)
-        here = json.dumps([handle_of(group), listening_ports()])
+        here = json.dumps([handles, listening_ports()])
         of_all = self._gather(key, here, [members[rank] for rank in ranks])
-        handles, ports = zip(*map(json.loads, of_all), strict=True)
+        handles_of, ports = zip(*map(json.loads, of_all), strict=True)
+        uuid = self._generation.number * _GROUPS + number
         with self._connections.opened({*chain(*ports)}):
-            reconfigure(
-                group,
-                uuid=self._generation.number * _GROUPS + number,
-                handles=handles,
-                ranks=ranks,
-                timeout=_CONNECT,
-            )
-        return group
+            for name, backend in backends.items():
+                if name != _CPU:  # its connections are not known
+                    self._connections.aborts(backend.abort)
+                theirs = [of_member[name] for of_member in handles_of]
+                reconfigure(backend, uuid=uuid, handles=theirs, timeout=_CONNECT)
+        set_ranks(group, ranks)
 
 
 _TRIES = 5
@@ -176,9 +219,10 @@ class Generations:
 
     Args:
         environment: of the worker.
+        backend: of the default process group, if there is none yet; see :func:`init_alone`.
     """
 
-    def __init__(self, environment: RecoveryEnvironment) -> None:
+    def __init__(self, environment: RecoveryEnvironment, *, backend: str | None = None) -> None:
         self.on_broken: Callable[[], None] = lambda: None
         """Called from a thread when this generation is known to be at its end, maybe repeatedly."""
         self._members: Membership | None = None
@@ -186,6 +230,8 @@ class Generations:
         with self._needing_store():
             self.member = Member(environment, on_broken=self._break)
             """This worker in the launcher's store."""
+            if not dist.is_initialized():
+                init_alone(environment, backend=backend)
             self.groups = GenerationGroups(environment, self.member.gather, self._connections)
         self._tries = self._size = 0
 
@@ -267,7 +313,7 @@ class Generations:
             ) from failure
         self._members = None
         self.groups.enter(generation)
-        data, control = self.groups.new(), self.groups.new()
+        data, control = (self.groups.new(backend=self.groups.backend) for _ in range(2))
         number = generation.number
         members = self._members = Membership(generation=number, make=self.groups.new)
         if self.member.is_broken:  # a group may have been connected after the others were shut down
@@ -294,11 +340,12 @@ class Generations:
         self._tries = 0
 
     def _break(self) -> None:
-        self._connections.shut()
+        # First: a collective of an accelerator that was aborted looks as if it were complete.
+        self.on_broken()
         if (members := self._members) is not None:
             # gloo has been seen to wait on, in a collective that began as its sockets were shut.
             members.ranks.give_up()
-        self.on_broken()
+        self._connections.shut()
 
     def end(self, reason: str, *, code: int) -> NoReturn:
         """End this process, and say why."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dist.base.private import rebuild_ddp
+from lightning_dist.base.log import get_logger
+from lightning_dist.base.private import names_ignored_by_ddp, rebuild_ddp
 from lightning_dist.elastic.recovery.generations import GenerationGroups
 from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel, WaitLimit
@@ -35,7 +37,7 @@ from lightning_dist.sync.buckets import sparse_tables
 from lightning_dist.sync.ddp import GradientSync, compile_kernels
 from lightning_dist.sync.networks import groups_of, topology_of
 
-_CPU = torch.device("cpu")
+log = get_logger(__name__)
 
 
 def require_recoverable(model: DistributedDataParallel) -> Reducer:
@@ -51,10 +53,17 @@ def require_recoverable(model: DistributedDataParallel) -> Reducer:
             "in the backward pass; call compress_ddp(model, codec) before ElasticLoop "
             "(codec='none' compresses nothing)"
         )
-    if model.device.type != "cpu":
+    world = dict(each.split(":") for each in dist.get_backend_config().split(","))
+    if model.device.type != "cpu" and world.get(model.device.type) in (None, "gloo"):
         raise ValueError(
-            "recovery='in_process' supports gloo on CPUs only, and the model is on "
-            f"{model.device}; use recovery='restart'"
+            f"recovery='in_process' of a model on {model.device} needs a process group of a "
+            f"backend for it, and the default one has {world}; create it with lightning_dist."
+            f"init_process_group('cpu:gloo,{model.device.type}:...', recovery='in_process')"
+        )
+    if model.device.type != "cpu" and Launch.from_env().rank == 0:
+        log.warning(
+            "recovery='in_process' has not run on GPUs yet, but on a simulated device with the "
+            "semantics of NCCL; compare with recovery='restart' before you rely on it"
         )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise ValueError(
@@ -128,9 +137,9 @@ def regroup(
     """
     settings, world = reducer.settings, dist.group.WORLD
     assert world is not None
-    facts = {"node": host_name(), "levels": reducer.network.intra is not None}
-    limit = WaitLimit(settings.exchange_timeout)
-    by_rank = all_facts(facts, group=control, device=_CPU, limit=limit)
+    facts, device = {"node": host_name(), "levels": reducer.network.intra is not None}, model.device
+    limit = WaitLimit(settings.exchange_timeout, on_host=True)
+    by_rank = all_facts(facts, group=control, device=device, limit=limit)
     topology, tree = topology_of(
         settings.flat() if flat else settings,
         nodes=[facts["node"] for facts in by_rank],
@@ -138,16 +147,38 @@ def regroup(
         needs_levels=begins,
     )
     flags = Channel(control, name="control", limit=limit)
-    network = Network(Channel(data, limit=limit), flags, topology, _CPU)
+    network = Network(Channel(data, limit=limit), flags, topology, device)
     if tree is not None:
         leader = settings.hierarchical == "leader"
-        groups_by_ranks = groups_of(tree, leader=leader, make=groups.new)
+        groups_by_ranks = groups_of(
+            tree, leader=leader, make=partial(groups.new, backend=groups.backend)
+        )
         network = in_levels(
             network, tree, leader=leader, new_group=lambda ranks: groups_by_ranks[tuple(ranks)]
         )
     reducer.rebind(network, averages=any(facts["levels"] for facts in by_rank))
     model.forward_sync_buffers = False  # they are sent between steps, where that may fail
     rebuild_ddp(model, world)
+
+
+@torch.no_grad()
+def send_buffers(model: DistributedDataParallel, channel: Channel) -> None:
+    """Buffers of rank 0 -> all, as DDP does before a forward pass. Collective.
+
+    One collective for each dtype. Nothing is changed if one fails.
+    """
+    ignored = names_ignored_by_ddp(model.module)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for name, buffer in model.module.named_buffers():
+        if name not in ignored:
+            alike.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+    received = [torch.cat([each.reshape(-1) for each in buffers]) for buffers in alike.values()]
+    for flat in received:
+        channel.broadcast(flat, owner=0).wait()
+    for buffers, flat in zip(alike.values(), received, strict=True):
+        parts = torch.split(flat, [each.numel() for each in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
 
 
 def from_rank(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
@@ -170,7 +201,7 @@ def from_rank(state: Any, *, rank: int, to: Sequence[int] | None = None) -> Any:
     if here == rank:
         return state
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=False, map_location="cpu")
 
 
 def _send(tensor: Tensor, *, rank: int, to: Sequence[int] | None) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dist.elastic.data.plan import lr_factor
-from lightning_dist.elastic.private import order_buckets, send_buffers
+from lightning_dist.elastic.private import order_buckets
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import ElasticState, scale_learning_rates
 from lightning_dist.elastic.recovery.frameworks import set_framework_rank
@@ -30,10 +30,12 @@ from lightning_dist.elastic.recovery.regroup import (
     regroup,
     require_flat,
     require_recoverable,
+    send_buffers,
 )
 from lightning_dist.elastic.recovery.undo import StepUndo, UndoError
 from lightning_dist.elastic.session import ElasticSession, TrainingLoop
 from lightning_dist.ranks.agreement import Membership
+from lightning_dist.ranks.channel import Channel
 from lightning_dist.reducer.stats import untraced
 from lightning_dist.sync.ddp import describe_parameters
 from lightning_dist.sync.onebit_adam import OneBitAdam
@@ -203,11 +205,12 @@ class StepRecovery:
         """Do the collectives of DDP's next forward pass, which could fail there."""
         self.arrive()
         order_buckets(self._model)
+        world = dist.group.WORLD
+        assert world is not None
         if self._buffers_are_sent:
-            send_buffers(self._model)
+            limit = self.reducer.network.limit
+            send_buffers(self._model, Channel(world, name="buffers", limit=limit))
         if self._mirror is not None:
-            world = dist.group.WORLD
-            assert world is not None
             self._mirror.refresh(world)
 
     # Generations.

@@ -150,6 +150,7 @@ def groups(environment: RecoveryEnvironment) -> Iterator[GenerationGroups]:
     """Of the only worker, as it begins."""
     if dist.is_initialized():  # of another test in this process
         dist.destroy_process_group()
+    init_alone(environment)
     yield GenerationGroups(environment, lambda key, value, names: [value], Connections())
     dist.destroy_process_group()
 
@@ -163,10 +164,11 @@ def test_groups_are_the_same_objects_in_each_generation(groups: GenerationGroups
     found = []
     for number in range(3):
         groups.enter(alone(number))
-        found.append([dist.group.WORLD, groups.new(), groups.new([0])])
+        of_model = groups.new(backend=groups.backend)
+        found.append([dist.group.WORLD, of_model, groups.new(), groups.new([0])])
         assert all(each.size() == 1 for each in found[-1])  # type: ignore[union-attr]
-        assert dist.get_rank(found[-1][1]) == dist.get_rank() == 0
-        assert len({*map(id, found[-1])}) == 3
+        assert dist.get_rank(of_model) == dist.get_rank() == 0
+        assert len({*map(id, found[-1])}) == 4
     assert found[0] == found[1] == found[2]
 
 

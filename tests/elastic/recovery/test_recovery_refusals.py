@@ -73,6 +73,14 @@ def recovery(model: DistributedDataParallel, **given: Any) -> StepRecovery:
     return StepRecovery(generations, model, steps=lambda: 0, **nothing, **given)
 
 
+def test_a_model_on_a_device_that_the_group_does_not_exchange() -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    compress_ddp(model, "int8")
+    model.device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"on cuda:0 needs a process group of a backend for it"):
+        require_recoverable(model)
+
+
 def test_a_grad_scaler_that_is_not_in_the_state() -> None:
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match="give the GradScaler to ElasticLoop in state="):

@@ -4,6 +4,13 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <variant>
+
 namespace sim {
 namespace {
 
@@ -83,6 +90,9 @@ Tensors flat(const std::vector<Tensors>& lists) {
   return result;
 }
 
+// A gloo group of these ranks, which exists from now on. Called with Python's lock.
+using Connect = std::function<c10::intrusive_ptr<c10d::Backend>(int64_t uuid, int rank, int size)>;
+
 // Collectives run one after the other on a stream of the group's own, which waits for what was
 // launched before them, and nobody on the host waits for them.
 class SimBackend final : public c10d::Backend {
@@ -91,7 +101,53 @@ class SimBackend final : public c10d::Backend {
       : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), device_(device),
         stream_(own_stream(device)) {}
 
+  // As nccl2 where ranks may change (ReconfigureNCCL.cpp): there is a communicator between a call
+  // of reconfigure() and an abort() or the next one, whose uuid is in the handle.
+  SimBackend(
+      c10::intrusive_ptr<c10d::Backend> gloo, c10::DeviceIndex device, int number, Connect connect)
+      : SimBackend(std::move(gloo), device) {
+    number_ = number;
+    connect_ = std::move(connect);
+    aborted_->store(true);
+  }
+
   ~SimBackend() override { return_stream(stream_); }
+
+  // A kernel that waits for another rank ends, and so do those behind it, with whatever is there.
+  void abort() override { aborted_->store(true); }
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return bool(connect_); }
+
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    auto options = c10::make_intrusive<Options>("simulated");
+    options->enable_reconfigure = bool(connect_);
+    return options;
+  }
+
+  c10d::ReconfigureHandle get_reconfigure_handle() const override {
+    return c10::str("simulated:", number_, ":", uuid_);
+  }
+
+  c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& options) override {
+    const auto& handles = std::get<std::vector<c10d::ReconfigureHandle>>(options.handles);
+    const auto own = std::find(handles.begin(), handles.end(), get_reconfigure_handle());
+    TORCH_CHECK(own != handles.end(), "the handle of this process is not among those of the group");
+    abort();
+    rank_ = int(own - handles.begin());
+    size_ = int(handles.size());
+    {
+      pybind11::gil_scoped_acquire lock;
+      gloo_ = connect_(options.uuid, rank_, size_);
+    }
+    uuid_ = options.uuid;
+    aborted_ = std::make_shared<std::atomic<bool>>(false);
+    auto done = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{});
+    done->markCompleted(c10::IValue(Tensors()));
+    return c10d::Work::create_from_future(done);
+  }
+#endif
 
   const std::string getBackendName() const override { return "simulated"; }
   void setSequenceNumberForGroup() override {}
@@ -167,6 +223,7 @@ class SimBackend final : public c10d::Backend {
   WorkPtr run(
       Op op, const std::string& name, const Tensors& inputs, const Tensors& outputs,
       Begin begin) {
+    TORCH_CHECK(!aborted_->load(), "the communicator was aborted, or there is none yet");
     int64_t bytes = 0;
     for (const at::Tensor& each : inputs) {
       TORCH_CHECK(each.device() == c10::Device(kSim, device_),
@@ -178,7 +235,22 @@ class SimBackend final : public c10d::Backend {
     stash->tensors = all_of({inputs, outputs});
     make_wait(stream_, mark(current_stream(device_)));
     auto shared = std::make_shared<Begin>(std::move(begin));
-    enqueue(stream_, [shared] { (*shared)()->wait(); });
+    if (!connect_) {
+      enqueue(stream_, [shared] { (*shared)()->wait(); });
+    } else {
+      enqueue(stream_, [shared, aborted = aborted_, to = on_cpu(outputs)] {
+        if (!aborted->load()) {
+          try {
+            auto work = (*shared)();
+            while (!work->isCompleted() && !aborted->load()) pause();
+            if (!aborted->load()) return void(work->wait());
+          } catch (const std::exception&) {
+            while (!aborted->load()) pause();  // a kernel does not know that its peer is gone
+          }
+        }
+        for (const at::Tensor& each : to) std::memset(each.data_ptr(), 0xFF, each.nbytes());
+      });
+    }
     enqueue(stream_, [stash] { stash->clear(); });
     const c10::Stream before = exchange_stream(stream_);
     auto work = c10::make_intrusive<SimWork>(
@@ -188,7 +260,13 @@ class SimBackend final : public c10d::Backend {
     return work;
   }
 
-  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  static void pause() { std::this_thread::sleep_for(std::chrono::microseconds(200)); }
+
+  c10::intrusive_ptr<c10d::Backend> gloo_;
+  std::shared_ptr<std::atomic<bool>> aborted_ = std::make_shared<std::atomic<bool>>(false);
+  Connect connect_;
+  int number_ = 0;
+  int64_t uuid_ = -1;
   const c10::DeviceIndex device_;
   const c10::Stream stream_;
 };
@@ -230,5 +308,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     auto shared = c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&gloo);
     return c10::intrusive_ptr<c10d::Backend>(
         c10::make_intrusive<sim::SimBackend>(std::move(shared), Index(device)));
+  });
+  module.def("reconfigurable_process_group",
+             [](c10d::Backend& gloo, int device, int number, py::function connect) {
+    auto shared = c10::intrusive_ptr<c10d::Backend>::reclaim_copy(&gloo);
+    auto made = std::make_shared<py::object>();  // Python keeps the last one, which is in use
+    sim::Connect call = [connect, made](int64_t uuid, int rank, int size) {
+      *made = connect(uuid, rank, size);
+      return c10::intrusive_ptr<c10d::Backend>::reclaim_copy(made->cast<c10d::Backend*>());
+    };
+    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<sim::SimBackend>(
+        std::move(shared), Index(device), number, std::move(call)));
   });
 }
