@@ -6,6 +6,7 @@ from typing import Any, Literal, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 from fed_model import SHAPES, Counting, Model, among
 from feeding import FakeBucket, Tensors, digest, feed, fitting, held
 from threads import of_all, on_threads
@@ -378,3 +379,23 @@ def test_settings_that_need_other_ranks_to_commit_are_refused(
     with pytest.raises(ValueError, match=match):
         reducer.leave_failures_to(Told())
     reducer.close()
+
+
+def test_a_collective_that_is_aborted_while_the_host_looks_is_not_complete() -> None:
+    """That of an accelerator has ended, and says so, with whatever was in memory."""
+    limit = WaitLimit(on_host=True)
+
+    class Aborted(dist.Work):
+        looks = 0
+
+        def is_completed(self) -> bool:
+            self.looks += 1
+            if self.looks == 3:
+                limit.give_up()
+            return self.looks >= 3
+
+        def wait(self, timeout: object = None) -> bool:
+            return True
+
+    with pytest.raises(CollectiveError, match="Gave up the sum, which may have been aborted"):
+        limit.wait(Aborted(), what="the sum", on_stream=True)
