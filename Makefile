@@ -54,8 +54,9 @@ test: install
 test-all: install
 	$(BIN)/python -m tests.runner.rerun_failed test_out/all $(PARALLEL) -m "not exhaustive"
 
-test-exhaustive: $(TRITON)/installed
+test-exhaustive: $(TRITON)/installed $(RECOVERY)/installed
 	$(TRITON)/bin/python -m tests.runner.rerun_failed test_out/exhaustive $(PARALLEL) -m exhaustive
+	$(recovering) -m tests.runner.rerun_failed test_out/recovery $(PARALLEL) -m exhaustive $(RECOVERY_TESTS)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu
@@ -101,12 +102,12 @@ $(RECOVERY)/installed: .venv/installed
 	$(BIN)/python -m tests.campaigns.versions.stand_ins $(RECOVERY)
 
 recovering = LD_LIBRARY_PATH=$(CURDIR)/$(RECOVERY)/stand-ins $(RECOVERY)/bin/python
+RECOVERY_TESTS := $(addprefix tests/,elastic/recovery elastic/launcher/test_endings.py elastic/loop/test_loop_hangs.py \
+  frameworks/lightning/test_trainer_recovery.py frameworks/test_wrong_strategy.py \
+  documents/test_documents.py::test_blocks_recover_on_two_ranks)
 
 test-recovery: $(RECOVERY)/installed
-	$(recovering) -m tests.runner.rerun_failed test_out/recovery $(PARALLEL) -m "not exhaustive" \
-	  $(addprefix tests/,elastic/recovery elastic/launcher/test_endings.py elastic/loop/test_loop_hangs.py \
-	  frameworks/lightning/test_trainer_recovery.py frameworks/test_wrong_strategy.py \
-	  sync/test_refusals_of_groups.py documents/test_documents.py::test_blocks_recover_on_two_ranks)
+	$(recovering) -m tests.runner.rerun_failed test_out/recovery $(PARALLEL) -m "not exhaustive" $(RECOVERY_TESTS)
 
 # One environment at a time; a torch is up to 0.9 GB to fetch.
 test-versions: install

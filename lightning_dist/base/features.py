@@ -339,16 +339,15 @@ ELASTIC_RESTART = Feature(
         ),
         f"{_PYTORCH}.loops.fit_loop:_FitLoop": (
             "_combined_loader _combined_loader_states_to_load _data_fetcher _data_source "
-            "_loaded_from_state_dict _restarting _resuming_from_checkpoint _should_accumulate "
-            "epoch_loop epoch_progress max_batches setup_data"
+            "_should_accumulate epoch_loop epoch_progress max_batches setup_data"
         ),
         f"{_PYTORCH}.loops.training_epoch_loop:_TrainingEpochLoop": (
-            "_batches_that_stepped _loaded_from_state_dict _restarting _resuming_from_checkpoint "
-            "_should_check_val_fx automatic_optimization batch_progress scheduler_progress val_loop"
+            "_batches_that_stepped _should_check_val_fx automatic_optimization batch_progress "
+            "scheduler_progress val_loop"
         ),
-        f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": (
-            "_data_source _loaded_from_state_dict _restarting _resuming_from_checkpoint "
-            "batch_progress"
+        f"{_PYTORCH}.loops.evaluation_loop:_EvaluationLoop": "_data_source batch_progress",
+        f"{_PYTORCH}.loops.loop:_Loop": (
+            "_loaded_from_state_dict _restarting _resuming_from_checkpoint"
         ),
         f"{_PYTORCH}.loggers:CSVLogger": "_experiment _version",
         f"{_PYTORCH}.loggers:TensorBoardLogger": "_version",
