@@ -103,6 +103,7 @@ $(RECOVERY)/installed: .venv/installed
 
 recovering = LD_LIBRARY_PATH=$(CURDIR)/$(RECOVERY)/stand-ins $(RECOVERY)/bin/python
 RECOVERY_TESTS := $(addprefix tests/,elastic/recovery elastic/launcher/test_endings.py elastic/loop/test_loop_hangs.py \
+  elastic/loop/test_loop.py::test_settings_that_could_not_take_effect \
   frameworks/lightning/test_trainer_recovery.py frameworks/test_wrong_strategy.py \
   documents/test_documents.py::test_blocks_recover_on_two_ranks)
 
