@@ -332,16 +332,24 @@ class Imports:
         return why
 
     def _follow(self, lines: Iterable[dict[str, Any]]) -> str:
+        failed: dict[str, BaseException] = {}
         with self._reads_noted():
             for line in lines:
+                what = line.get("module", "the folder of the script")
                 try:
                     if "environment" in line:
                         self._put(**line)
-                    elif line["module"] not in sys.modules:
-                        self._import(line["module"])
+                    elif what not in sys.modules:
+                        self._import(what)
                 except BaseException as error:
-                    what = line.get("module", "the folder of the script")
-                    return f"{what} raised {type(error).__name__} when it was imported: {error}"
+                    failed[what] = error
+                    # One that is not found by itself may be by the module that has imported it,
+                    # which extends the path before and comes later, as setuptools does.
+                    if not isinstance(error, ModuleNotFoundError):
+                        break
+        for what, error in failed.items():
+            if what not in sys.modules:
+                return f"{what} raised {type(error).__name__} when it was imported: {error}"
         return ""
 
     def _put(self, *, environment: Mapping[str, str | None], folder: str, logs: bool) -> None:

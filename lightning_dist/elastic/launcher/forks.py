@@ -140,7 +140,7 @@ class WorkerStarts:
             return
         if self._server is None:
             self._server = ForkServer(*self._last, plan=self._plan_file)
-        if self._server.is_busy:
+        if self._server.is_busy or self._server.is_closed:
             return
         self._planned = sizes
         journals = [lines_of(path) for path in self._journals.values()]

@@ -97,8 +97,8 @@ def _require_reconfigurable(group: Any) -> None:
             raise ValueError(
                 f"recovery='in_process' needs process groups whose ranks can change, and backend "
                 f"{name!r} of the default one was made otherwise: create it with "
-                "lightning_dist.init_process_group(recovery='in_process'); for NCCL with torch "
-                "2.14 set TORCH_DIST_USE_NCCL2=1 before"
+                "lightning_dist.init_process_group(recovery='in_process'), with backend 'gloo' "
+                "for CPUs; for NCCL with torch 2.14 set TORCH_DIST_USE_NCCL2=1 before"
             )
 
 
@@ -197,9 +197,10 @@ class GenerationGroups:
         backends, members = backends_of(group), self._generation.members
         handles = {name: each.get_reconfigure_handle() for name, each in backends.items()}
         key = Keys.handle(self._generation.number, number)
-        here = json.dumps([handles, listening_ports()])
+        here = json.dumps([handles, listening_ports(), group.group_name])
         of_all = self._gather(key, here, [members[rank] for rank in ranks])
-        handles_of, ports = zip(*map(json.loads, of_all), strict=True)
+        handles_of, ports, names = zip(*map(json.loads, of_all), strict=True)
+        assert len({*names}) == 1, "they meet under the name of the group in torch's store"
         uuid = self._generation.number * _GROUPS + number
         with self._connections.opened({*chain(*ports)}):
             for name, backend in backends.items():

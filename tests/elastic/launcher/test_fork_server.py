@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -394,6 +395,20 @@ def test_packages_may_lie_in_a_folder_that_only_the_path_names(
     assert workers.run() == ("True\n", True)
 
 
+def test_packages_may_extend_the_path_for_what_they_import(
+    job: Callable[[str, str], Job],
+) -> None:
+    """As setuptools does: what is imported inside is known before the package itself."""
+    extend = "import os, sys; sys.path.append(os.path.join(os.path.dirname(__file__), 'vendor'))"
+    code = "import sys; print('vendored' in sys.modules)\nimport installed, json.tool"
+    workers = job(f"{extend}\nimport vendored", code)
+    (workers.site / "vendor").mkdir()
+    (workers.site / "vendor" / "vendored.py").touch()
+    assert workers.run() == ("False\n", False)
+    workers.preload()
+    assert workers.run() == ("True\n", True)
+
+
 def test_what_is_imported_later_is_imported_ahead_later(job: Callable[[str, str], Job]) -> None:
     code = "import installed, sys, os; print('yaml' in sys.modules)\nif 'LATE' in os.environ:"
     workers = job("import json", f"{code}\n    import yaml\nimport json.tool")
@@ -479,6 +494,27 @@ def test_imports_that_would_be_others_are_not_made_ahead(
     assert not isinstance(workers.start(), ForkedProcess)
     workers.starts.look()
     assert len(caplog.records) == 1
+
+
+def test_a_server_that_fails_while_workers_import_says_so_once(
+    job: Callable[[str, str], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    package = "if 'serve' in open('/proc/self/cmdline').read().split(chr(0)): raise OSError('no')"
+    code = (
+        "import os, time, installed, json.tool\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
+        "import yaml, json.tool"
+    )
+    workers = job(package, code)
+    starts, worker, deadline = workers.starts, workers.start(), time.monotonic() + LIMIT
+    while starts._server is None and time.monotonic() < deadline:
+        starts.look()
+    assert starts._server is not None
+    Path("go").touch()
+    assert worker.wait(LIMIT) == 0
+    assert select.select([starts._server._channel], [], [], LIMIT)[0]
+    starts.look()
+    assert len(caplog.records) == 1
+    assert "installed raised OSError" in caplog.text
 
 
 @pytest.mark.parametrize(("variable", "is_ahead"), [("CUDA_VISIBLE_DEVICES", True), ("X", False)])
