@@ -367,6 +367,8 @@ def measure_others(root: str, draw: random.Random, *, trials: int) -> list[Line]
 
     for name, way in (("restart of all, ours", "ours"), ("torchrun, DDP", "torchrun")):
         with running(way, root, ranks=_RANKS, options={**_TRAINING, "recovery": "restart"}) as job:
+            job.all_there()
+            time.sleep(_WARM_UP)
             add(name, [job.restart(draw.choice(job.all_there())) for _ in range(trials)])
     if importlib.util.find_spec("torchft") is None:
         print("torchft is not installed, so it is left out: pip install torchft==0.2.0")
