@@ -229,6 +229,8 @@ def measure_strikes(root: str, draw: random.Random, *, kills: int, stops: int) -
     killed, stopped = [], []
     settings = {"LIGHTNING_DIST_BEAT_TIMEOUT": f"{_DETECTION:g}"}
     with running("ours", root, ranks=_RANKS, options=_RECOVERING, **settings) as job:
+        job.all_there()
+        time.sleep(_WARM_UP)
         for number in range(kills + stops):
             is_kill = number < kills
             signal_ = signal.SIGKILL if is_kill else signal.SIGSTOP
