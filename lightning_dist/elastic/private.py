@@ -83,6 +83,13 @@ def set_ranks(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
     inner._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
 
 
+# torch numbers the groups that a process makes, and its members find each other by that.
+def number_groups_from(count: int) -> None:
+    """Number the groups that others make from here on, on newcomers as on those before them."""
+    inner: Any = distributed_c10d
+    inner._world.group_count = count
+
+
 # DDP puts its buckets in the order of the first pass in the next forward pass, by a collective.
 def order_buckets(model: DistributedDataParallel) -> None:
     """Put the buckets of a model in the order of its first backward pass, once. Collective."""

@@ -82,6 +82,11 @@ class WaitLimit:
         """Raise in all waits, those in progress within a tenth of a second."""
         self._given_up.set()
 
+    def require(self, what: str) -> None:
+        """Raise CollectiveError after :meth:`give_up`: the group may have other members by now."""
+        if self._given_up.is_set():
+            raise CollectiveError(f"Gave up waiting for {what}")
+
     def wait(self, work: dist.Work, *, what: str, on_stream: bool = False) -> object:
         """Wait until ``work`` has ended.
 
@@ -97,8 +102,7 @@ class WaitLimit:
         over: Callable[[], None] | None = None
         try:
             while True:
-                if self._given_up.is_set():
-                    raise CollectiveError(f"Gave up waiting for {what}")
+                self.require(what)
                 waited = time.monotonic() - start
                 left = _SLICE if self.seconds is None else self.seconds - waited
                 if left <= 0:
@@ -203,6 +207,7 @@ class Channel:
         if watch is not None:
             anywhere = Topology(("",) * self.group.size(), self.group.rank())
             see = watch.launches(name, group=self.name, sent=count(anywhere).total)
+        self.limit.require(name)
         work = launch(of, *others, group=self.group, async_op=True, **arguments)
         if see is not None:
             see(work)

@@ -15,7 +15,7 @@ from worlds import Rank, run_threads
 
 from lightning_dist.codecs import CODECS
 from lightning_dist.exchange.rounds import Exchange
-from lightning_dist.ranks.channel import PendingWork, WaitLimit
+from lightning_dist.ranks.channel import Channel, PendingWork, WaitLimit
 from lightning_dist.ranks.failures import CollectiveError
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
@@ -399,3 +399,15 @@ def test_a_collective_that_is_aborted_while_the_host_looks_is_not_complete() -> 
 
     with pytest.raises(CollectiveError, match="Gave up the sum, which may have been aborted"):
         limit.wait(Aborted(), what="the sum", on_stream=True)
+
+
+def test_nothing_is_sent_in_groups_that_were_given_up() -> None:
+    """They are the same objects when they have other members."""
+
+    def one(rank: Rank) -> None:
+        channel = Channel(rank.group("given up"), limit=WaitLimit())
+        channel.limit.give_up()
+        with pytest.raises(CollectiveError, match="Gave up"):
+            channel.all_reduce(torch.ones(1))
+
+    run_threads(one, 2)

@@ -347,9 +347,9 @@ class Imports:
                     # which extends the path before and comes later, as setuptools does.
                     if not isinstance(error, ModuleNotFoundError):
                         break
-        for what, error in failed.items():
+        for what, why in failed.items():
             if what not in sys.modules:
-                return f"{what} raised {type(error).__name__} when it was imported: {error}"
+                return f"{what} raised {type(why).__name__} when it was imported: {why}"
         return ""
 
     def _put(self, *, environment: Mapping[str, str | None], folder: str, logs: bool) -> None:

@@ -38,7 +38,7 @@ from lightning_dist.elastic.recovery.coordinator import (
 
 log = get_logger(__name__)
 
-LOOK_SECONDS, STORE_SECONDS, CPU_SECONDS, NODES_SECONDS = 0.01, 0.05, 0.5, 1.0
+LOOK_SECONDS, STORE_SECONDS, CPU_SECONDS, NODES_SECONDS = 0.01, 0.05, 0.25, 1.0
 """Between looks at processes, at the store of recovery, at CPU times, and for nodes that wait."""
 END_SECONDS = 5.0
 """Time for workers to end by themselves where there can be no generation, and for launchers."""

@@ -33,7 +33,7 @@ from lightning_dist.ranks.launch import RECOVERY_STORE
 log = get_logger(__name__)
 
 
-QUIET_SECONDS, BUSY_SECONDS, CHECK_SECONDS = 0.02, 0.005, 0.5
+QUIET_SECONDS, BUSY_SECONDS, CHECK_SECONDS = 0.02, 0.005, 0.25
 """Pauses between two looks: while all train, while a generation ends, and at every beat."""
 
 

@@ -22,7 +22,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # torch re-exports them silently
+    DebugLevel,
     PrefixStore,
+    get_debug_level,
 )
 from torch.distributed.constants import default_pg_timeout
 
@@ -31,6 +33,7 @@ from lightning_dist.elastic.private import (
     backends_of,
     is_reconfigurable,
     no_member,
+    number_groups_from,
     reconfigurable_group,
     reconfigure,
     set_ranks,
@@ -53,6 +56,8 @@ log = get_logger(__name__)
 
 _CONNECT = timedelta(seconds=5)
 """Time limit of connecting the members of a group, all of whom have come."""
+_CONNECT_ACCELERATOR = timedelta(seconds=60)
+"""The same, where a communicator is initialized, too."""
 _KNOWN_SECONDS = 1.0
 """Time in which the loss of a process is known to all workers."""
 _CPU = "gloo"
@@ -74,9 +79,16 @@ def init_alone(
     Raises:
         ValueError: a backend whose members cannot change.
     """
+    if get_debug_level() == DebugLevel.DETAIL:
+        raise ValueError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps process groups, whose ranks cannot change then, "
+            "as recovery='in_process' needs; set it to INFO or OFF"
+        )
+    if backend == "nccl" or (backend is None and torch.cuda.is_available()):
+        backend = "cpu:gloo,cuda:nccl"  # states are sent from CPU to CPU
     hook, worker = sys.excepthook, environment.worker
     group = reconfigurable_group(
-        backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else _CPU),
+        backend or _CPU,
         PrefixStore("default", environment.connect()),
         number=worker.place,
         name="recovery",
@@ -85,10 +97,14 @@ def init_alone(
     sys.excepthook = partial(_print_with_rank, hook)  # torch's keeps the rank of now
     _require_reconfigurable(group)
     uuid = _ALONE + (worker.place << 32) + worker.incarnation
-    for each in backends_of(group).values():
+    for name, each in backends_of(group).items():
         handle = each.get_reconfigure_handle()
-        reconfigure(each, uuid=uuid, handles=[handle], timeout=_CONNECT)
+        reconfigure(each, uuid=uuid, handles=[handle], timeout=_timeout_of(name))
     set_ranks(group, [0])
+
+
+def _timeout_of(backend: str) -> timedelta:
+    return _CONNECT if backend == _CPU else _CONNECT_ACCELERATOR
 
 
 def _require_reconfigurable(group: Any) -> None:
@@ -162,6 +178,7 @@ class GenerationGroups:
         self._generation, self._made = generation, 0
         self._used = dict.fromkeys(self._groups, 0)
         self.new(backend=self.backend)
+        number_groups_from(_GROUPS * (generation.number + 1))
 
     def new(self, ranks: Sequence[int] | None = None, *, backend: str = _CPU) -> dist.ProcessGroup:
         """One more group, of all members or of ``ranks`` in their order.
@@ -207,7 +224,9 @@ class GenerationGroups:
                 if name != _CPU:  # its connections are not known
                     self._connections.aborts(backend.abort)
                 theirs = [of_member[name] for of_member in handles_of]
-                reconfigure(backend, uuid=uuid, handles=theirs, timeout=_CONNECT)
+                reconfigure(backend, uuid=uuid, handles=theirs, timeout=_timeout_of(name))
+                if name != _CPU:  # once more, where the generation was broken meanwhile
+                    self._connections.aborts(backend.abort)
         set_ranks(group, ranks)
 
 

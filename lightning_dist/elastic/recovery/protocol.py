@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 ROOT = "lightning_dist/recovery"
 """Prefix of all keys in the store."""
 
+_MOST_OF_A_NODE = 256
 NOT_YET = -1
 """The generation of a worker that has not been in one."""
 
@@ -49,7 +50,8 @@ class Worker(NamedTuple):
     @property
     def place(self) -> int:
         """A number that no other worker has that lives."""
-        return self.node * 256 + self.local_rank
+        assert self.local_rank < _MOST_OF_A_NODE
+        return self.node * _MOST_OF_A_NODE + self.local_rank
 
     def __str__(self) -> str:
         return f"{self.node}.{self.local_rank}.{self.incarnation}"

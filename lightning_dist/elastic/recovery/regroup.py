@@ -122,6 +122,7 @@ def regroup(
     *,
     data: dist.ProcessGroup,
     control: dist.ProcessGroup,
+    limit: WaitLimit,
     begins: bool,
     flat: bool = False,
 ) -> None:
@@ -131,6 +132,7 @@ def regroup(
     buckets lie as those of the others.
 
     Args:
+        limit: of all waits in these groups; given up when the generation is broken.
         groups: of the generation; those of nodes are made, where gradients are reduced in them.
         begins: the training begins, so there must be the nodes that the settings need.
         flat: leave out nodes.
@@ -138,7 +140,6 @@ def regroup(
     settings, world = reducer.settings, dist.group.WORLD
     assert world is not None
     facts, device = {"node": host_name(), "levels": reducer.network.intra is not None}, model.device
-    limit = WaitLimit(settings.exchange_timeout, on_host=True)
     by_rank = all_facts(facts, group=control, device=device, limit=limit)
     topology, tree = topology_of(
         settings.flat() if flat else settings,

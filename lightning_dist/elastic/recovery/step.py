@@ -35,7 +35,7 @@ from lightning_dist.elastic.recovery.regroup import (
 from lightning_dist.elastic.recovery.undo import StepUndo, UndoError
 from lightning_dist.elastic.session import ElasticSession, TrainingLoop
 from lightning_dist.ranks.agreement import Membership
-from lightning_dist.ranks.channel import Channel
+from lightning_dist.ranks.channel import Channel, WaitLimit
 from lightning_dist.reducer.stats import untraced
 from lightning_dist.sync.ddp import describe_parameters
 from lightning_dist.sync.onebit_adam import OneBitAdam
@@ -104,6 +104,7 @@ class StepRecovery:
         if settings.compile_kernels is True and self.reducer.network.world_size == 1:
             compile_ahead(self.reducer, flat=mirror_every is not None)
         self._arrivals = 0
+        self._limit = self.reducer.network.limit  # of the groups that are being connected
         generations.member.progress = lambda: self._arrivals + self.reducer.arrivals
         self._taken_over = ""  # the lost worker whose residuals this rank has
         self.outage = Outage()
@@ -239,12 +240,16 @@ class StepRecovery:
                 )
                 if self.outage.norm is None and self._has_state:
                     self.outage.norm = self.reducer.residual_norm()
+                limit = self._limit = WaitLimit(
+                    self.reducer.settings.exchange_timeout, on_host=True
+                )
                 regroup(
                     self._model,
                     self.reducer,
                     self.generations.groups,
                     data=data,
                     control=control,
+                    limit=limit,
                     begins=generation.source is None,
                     flat=self._mirror is not None,
                 )
@@ -307,7 +312,8 @@ class StepRecovery:
 
     def _break(self) -> None:
         self.outage.begin()
-        self.reducer.network.limit.give_up()
+        for limit in (self.reducer.network.limit, self._limit):
+            limit.give_up()
 
     def close(self) -> None:
         """The training is over; this worker beats until its process ends."""

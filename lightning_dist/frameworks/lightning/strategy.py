@@ -105,9 +105,7 @@ class CompressedDDPStrategy(SyncDDPStrategy):
                 "recovery='in_process' creates the process group itself, and one exists already; "
                 "leave out init_process_group, and call fit() once per process"
             )
-        kind, backend = self.root_device.type, self._get_process_group_backend()
-        if kind != "cpu" and ":" not in backend:
-            backend = f"cpu:gloo,{kind}:{backend}"
+        backend = self._get_process_group_backend()
         self.generations = generations = Generations(environment, backend=backend)
         self.cluster_environment = environment_of_members = MembersEnvironment()
         if generations.finds_others():

@@ -491,7 +491,9 @@ def test_imports_that_would_be_others_are_not_made_ahead(
         assert workers.run(rank) == ("", False)
     workers.preload()
     assert f"workers cannot be forks of one process: {reason}" in caplog.text
-    assert not isinstance(workers.start(), ForkedProcess)
+    worker = workers.start()
+    assert not isinstance(worker, ForkedProcess)
+    worker.wait(LIMIT)  # its journal must not be opened late, as a file of the next test
     workers.starts.look()
     assert len(caplog.records) == 1
 
@@ -501,11 +503,14 @@ def test_a_server_that_fails_while_workers_import_says_so_once(
 ) -> None:
     package = "if 'serve' in open('/proc/self/cmdline').read().split(chr(0)): raise OSError('no')"
     code = (
-        "import os, time, installed, json.tool\nwhile not os.path.exists('go'): time.sleep(0.01)\n"
+        "import os, time, installed, json.tool\nopen('imported', 'w').close()\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
         "import yaml, json.tool"
     )
     workers = job(package, code)
     starts, worker, deadline = workers.starts, workers.start(), time.monotonic() + LIMIT
+    while not Path("imported").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     while starts._server is None and time.monotonic() < deadline:
         starts.look()
     assert starts._server is not None

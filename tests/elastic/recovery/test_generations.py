@@ -19,6 +19,7 @@ from torch.distributed import HashStore, TCPStore
 from worlds import Rank, run_threads
 
 from lightning_dist.base.features import RECOVERY
+from lightning_dist.elastic.recovery import generations as generations_module
 from lightning_dist.elastic.recovery import member as member_module
 from lightning_dist.elastic.recovery.connections import Connections, listening_ports
 from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations, init_alone
@@ -49,6 +50,7 @@ def generations(
     def lose(groups: GenerationGroups, generation: Generation) -> None:
         raise CollectiveError("a member was lost")
 
+    monkeypatch.setattr(generations_module, "init_alone", lambda *arguments, **named: None)
     monkeypatch.setattr(GenerationGroups, "__init__", lambda *arguments: None)
     monkeypatch.setattr(GenerationGroups, "enter", lose)
     found = Generations(environment)
@@ -211,6 +213,18 @@ def test_lines_of_a_traceback_have_no_rank_before_there_are_others(
     sys.excepthook(ValueError, ValueError("x"), None)
     assert capsys.readouterr().err == "ValueError: x\n"
     dist.destroy_process_group()
+
+
+@needs(RECOVERY)
+def test_wrapped_process_groups_are_refused(environment: RecoveryEnvironment) -> None:
+    """Else all but the first would wait for others."""
+    before = dist.get_debug_level()  # type: ignore[attr-defined]
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(ValueError, match=r"TORCH_DISTRIBUTED_DEBUG=DETAIL wraps"):
+            init_alone(environment)
+    finally:
+        dist.set_debug_level(before)  # type: ignore[attr-defined]
 
 
 @needs(RECOVERY)
