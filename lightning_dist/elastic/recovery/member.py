@@ -50,6 +50,8 @@ _CONNECT = 30.0
 
 _STARVED = 1.0
 """Seconds between two looks of a thread after which others have kept it from running."""
+_SHARE = 0.1
+"""Of a processor: what a process that was not stopped has used, however busy the machine is."""
 _LEASE = 30.0
 """Seconds beyond the timeout of beats in which a leader without an answer ends: less than the next
 one waits for the checkpoint folder."""
@@ -325,8 +327,9 @@ class Member:
         """
         now, busy = time.monotonic(), time.process_time()
         (before, was_busy), self._looked = self._looked or (now, busy), (now, busy)
-        if now - before > _STARVED:  # some other thread has held the interpreter's lock meanwhile
-            self._answered = min(now, self._answered + min(now - before, busy - was_busy))
+        gap, used = now - before, busy - was_busy
+        if gap > _STARVED:  # some other thread has held the interpreter's lock meanwhile
+            self._answered = min(now, self._answered + (gap if used > gap * _SHARE else used))
         limit = self._environment.beat_timeout
         limit += min(limit, _LEASE)
         if self.generation.leader != self.name or time.monotonic() - self._answered <= limit:

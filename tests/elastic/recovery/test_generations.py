@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,6 +124,18 @@ def test_a_leader_may_write_as_long_as_its_beats_arrive() -> None:
         assert why == "the launcher's store has not answered the leader for 3 s"
         member.generation = Generation(1, members=(member.name, "0.1.0"), leader="0.1.0")
         assert not member.lapsed()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("used", "lapsed"), [(1.5, False), (0.2, True)])
+def test_a_leader_that_was_busy_on_a_busy_machine_may_write(used: float, lapsed: bool) -> None:
+    """For 9 s no other thread has run; it has had a sixth of a processor, or was stopped."""
+    with member_of_another_process(5.0, beat_timeout=3.0) as (member, host):
+        member.generation = Generation(0, members=(member.name, "0.1.0"), leader=member.name)
+        host.stop()
+        now, busy = time.monotonic(), time.process_time()
+        member._answered, member._looked = now - 9.0, (now - 9.0, busy - used)
+        assert bool(member.lapsed()) == lapsed
 
 
 @pytest.mark.timeout(60)
