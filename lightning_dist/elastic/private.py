@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def reconfigurable_group(
     backend: str, store: Any, *, number: int, name: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A group whose members :func:`reconfigure` says; the default one if there is none.
+    """A group without members until :func:`reconfigure`; the default one if there is none yet.
 
     Args:
         backend: as of ``init_process_group``, such as ``"cpu:gloo,cuda:nccl"``.
@@ -48,7 +48,7 @@ def reconfigurable_group(
 
 # dist.new_group() says that it returns it, and types say that it returns a group.
 def no_member() -> Any:
-    """What torch gives to those that are not in a group."""
+    """Torch's object for a group that this process is not a member of."""
     return distributed_c10d.GroupMember.NON_GROUP_MEMBER
 
 
@@ -61,12 +61,12 @@ def backends_of(group: Any) -> dict[str, Any]:
 
 
 def is_reconfigurable(backend: Any) -> bool:
-    """Whether a backend was made for other members to come."""
+    """Whether :func:`reconfigure` can change the members of a backend."""
     return bool(getattr(getattr(backend, "options", None), "enable_reconfigure", False))
 
 
 def reconfigure(backend: Any, *, uuid: int, handles: Sequence[str], timeout: timedelta) -> None:
-    """Let a backend of a group have the members with these handles. Collective among them.
+    """Connect a backend with the members that have these handles. Collective among them.
 
     Args:
         uuid: unlike that of every other call with the store.
@@ -78,14 +78,14 @@ def reconfigure(backend: Any, *, uuid: int, handles: Sequence[str], timeout: tim
 
 
 def set_ranks(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """Let torch know the members of a reconfigured group, by their ranks in the default one."""
+    """Set the ranks in the default group that torch keeps of the members of a group."""
     inner: Any = distributed_c10d
     inner._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
 
 
 # torch numbers the groups that a process makes, and its members find each other by that.
 def number_groups_from(count: int) -> None:
-    """Number the groups that others make from here on, on newcomers as on those before them."""
+    """Set the number of the next group that ``dist.new_group`` makes; equal on all members."""
     inner: Any = distributed_c10d
     inner._world.group_count = count
 

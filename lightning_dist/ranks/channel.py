@@ -67,9 +67,8 @@ class WaitLimit:
 
     Args:
         seconds: of one wait; None: as long as the process group's own timeout.
-        on_host: waits for an accelerator hold the host, too, and are limited as others. A
-            collective that was aborted looks as if it were complete, so that a failure is noticed
-            only by those that look, when it is over, whether they were to give it up.
+        on_host: waits for an accelerator block the host, too, and are limited as others. An
+            aborted collective looks complete, so such a wait raises if it was to be given up.
     """
 
     def __init__(self, seconds: float | None = None, *, on_host: bool = False) -> None:

@@ -418,8 +418,8 @@ class Reducer(Pipeline):
             return
         self.network.limit.give_up()
         # Under recovery they are aborted already, and may have new members.
-        blocks = is_accelerator(self.network.device) and not self.recovers
-        for channel in self.network.channels if blocks else ():
+        aborts = is_accelerator(self.network.device) and not self.recovers
+        for channel in self.network.channels if aborts else ():
             with suppress(RuntimeError):  # of a backend that cannot
                 channel.group.abort()
         end()

@@ -31,7 +31,7 @@ class Connections:
 
     @contextmanager
     def opened(self, ports: Collection[int]) -> Iterator[None]:
-        """Connections from or to ``ports`` that are opened inside are of this generation."""
+        """Context in which connections from or to ``ports`` are noted as the generation's."""
         with self._lock:
             self._before, self._ports = _sockets(), ports
         try:
@@ -42,7 +42,7 @@ class Connections:
                 self._before = None
 
     def aborts(self, call: Callable[[], None]) -> None:
-        """Call this, too, where they are shut down: the abort of a backend that has one."""
+        """Add the abort of a backend, which :meth:`shut` calls once."""
         with self._lock:
             self._aborts.append(call)
 

@@ -57,11 +57,11 @@ log = get_logger(__name__)
 _CONNECT = timedelta(seconds=5)
 """Time limit of connecting the members of a group, all of whom have come."""
 _CONNECT_ACCELERATOR = timedelta(seconds=60)
-"""The same, where a communicator is initialized, too."""
+"""The same for other backends, which initialize a communicator."""
 _KNOWN_SECONDS = 1.0
 """Time in which the loss of a process is known to all workers."""
 _CPU = "gloo"
-"""Backend of what only the CPU communicates."""
+"""Backend of groups that exchange tensors of CPUs only."""
 
 
 def init_alone(
@@ -164,7 +164,7 @@ class GenerationGroups:
         self._worker, self._gather = environment.worker, gather
         self._store = environment.connect()
         self.backend = dist.get_backend_config(world)
-        """That of the default group, for what models exchange."""
+        """Backend of the default group, and of groups for gradients."""
         self._groups: dict[str, list[dist.ProcessGroup]] = {self.backend: [world]}
         self._groups.setdefault(_CPU, [])
         self._connections = connections

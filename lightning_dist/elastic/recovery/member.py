@@ -51,7 +51,7 @@ _CONNECT = 30.0
 _STARVED = 1.0
 """Seconds between two looks of a thread after which others have kept it from running."""
 _SHARE = 0.1
-"""Of a processor: what a process that was not stopped has used, however busy the machine is."""
+"""Fraction of a processor that a running process uses at least, however busy the machine is."""
 _LEASE = 30.0
 """Seconds beyond the timeout of beats in which a leader without an answer ends: less than the next
 one waits for the checkpoint folder."""

@@ -31,7 +31,9 @@ from typing import Any, NamedTuple
 ROOT = "lightning_dist/recovery"
 """Prefix of all keys in the store."""
 
-_MOST_OF_A_NODE = 256
+_WORKERS_PER_NODE = 256
+"""At most."""
+
 NOT_YET = -1
 """The generation of a worker that has not been in one."""
 
@@ -49,9 +51,9 @@ class Worker(NamedTuple):
 
     @property
     def place(self) -> int:
-        """A number that no other worker has that lives."""
-        assert self.local_rank < _MOST_OF_A_NODE
-        return self.node * _MOST_OF_A_NODE + self.local_rank
+        """Number of node and local rank, unique among the workers that live."""
+        assert self.local_rank < _WORKERS_PER_NODE
+        return self.node * _WORKERS_PER_NODE + self.local_rank
 
     def __str__(self) -> str:
         return f"{self.node}.{self.local_rank}.{self.incarnation}"
@@ -174,7 +176,7 @@ class Keys:
 
     @staticmethod
     def handle(number: int, group: int) -> str:
-        """How members find each other in a group of a generation; a worker's name follows."""
+        """Handles by which members of a group find each other; a worker's name follows."""
         return f"handle/{number}/{group}"
 
     @staticmethod

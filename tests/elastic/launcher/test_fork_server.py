@@ -401,9 +401,10 @@ def test_packages_may_extend_the_path_for_what_they_import(
     """As setuptools does: what is imported inside is known before the package itself."""
     extend = "import os, sys; sys.path.append(os.path.join(os.path.dirname(__file__), 'vendor'))"
     code = "import sys; print('vendored' in sys.modules)\nimport installed, json.tool"
-    workers = job(f"{extend}\nimport vendored", code)
+    workers = job(f"{extend}\nimport vendored\nimport another", code)
     (workers.site / "vendor").mkdir()
-    (workers.site / "vendor" / "vendored.py").touch()
+    for name in ("vendored", "another"):  # the first is over when the second is looked for
+        (workers.site / "vendor" / f"{name}.py").touch()
     assert workers.run() == ("False\n", False)
     workers.preload()
     assert workers.run() == ("True\n", True)

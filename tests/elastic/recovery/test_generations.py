@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from needs import needs
 from store_hosts import StoreHost
 from torch.distributed import HashStore, TCPStore
+from torch.distributed.distributed_c10d import _world
 from worlds import Rank, run_threads
 
 from lightning_dist.base.features import RECOVERY
@@ -185,6 +186,21 @@ def test_groups_are_the_same_objects_in_each_generation(groups: GenerationGroups
         assert dist.get_rank(of_model) == dist.get_rank() == 0
         assert len({*map(id, found[-1])}) == 4
     assert found[0] == found[1] == found[2]
+
+
+@needs(RECOVERY)
+def test_groups_of_a_user_have_the_number_that_they_have_on_newcomers(
+    groups: GenerationGroups,
+) -> None:
+    """However many this process has made before."""
+    numbers = []
+    for number, earlier in enumerate((0, 3)):
+        groups.enter(alone(number))
+        numbers.append(_world.group_count)
+        for _ in range(earlier + 1):
+            dist.new_group([0])
+    groups.enter(alone(2))
+    assert [*numbers, _world.group_count] == [4096, 2 * 4096, 3 * 4096]
 
 
 def test_connections_of_other_threads_stay_open() -> None:
