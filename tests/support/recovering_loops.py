@@ -41,10 +41,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dist import CommProfiler, ElasticLoop, compress_ddp, init_process_group
 from lightning_dist.elastic.loop.user_loop import UserLoop
 from lightning_dist.elastic.process.lifecycle import ProcessLifecycle
-from lightning_dist.elastic.recovery import step as recovery
+from lightning_dist.elastic.recovery import worker as recovery
 from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations
+from lightning_dist.elastic.recovery.loop import RecoverableLoop
 from lightning_dist.elastic.recovery.protocol import Keys
-from lightning_dist.elastic.recovery.step import RecoverableLoop
 from lightning_dist.ranks.channel import Channel
 from lightning_dist.ranks.failures import CollectiveError
 

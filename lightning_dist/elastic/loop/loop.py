@@ -215,7 +215,7 @@ class ElasticLoop:
             run.recovery.begin_step()
         for index, batch in enumerate(run.batches, start=plan.first_micro_batch):
             micro_batch = plan.micro_batch_at(index)
-            if run.recovery is not None and run.recovery.is_broken:
+            if run.recovery is not None and run.recovery.must_repeat:
                 # Whatever else of this step is computed is computed for nothing.
                 run.take_again(has_computed=not micro_batch.begins_step)
                 return

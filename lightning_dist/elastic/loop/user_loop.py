@@ -21,8 +21,9 @@ from lightning_dist.elastic.loop.objects import Objects
 from lightning_dist.elastic.process.lifecycle import Ended
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.recovery.generations import Generations
+from lightning_dist.elastic.recovery.loop import RecoverableLoop
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
-from lightning_dist.elastic.recovery.step import RecoverableLoop, StepRecovery
+from lightning_dist.elastic.recovery.step import StepRecovery
 from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.ranks.facts import Spread
@@ -101,7 +102,7 @@ class UserLoop(RecoverableLoop):
         while True:
             try:
                 if generation.source is None:
-                    self.recovery.transfer_state(generation, dict)
+                    self.recovery.transfer_state(generation, members, dict)
                     self.session.rendezvous(members)
                     self._open(given)
                 else:

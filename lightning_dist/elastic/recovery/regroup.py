@@ -1,4 +1,4 @@
-"""A compressed DDP model in the groups of another generation, and copies of residuals.
+"""A reducer in the groups of another generation, and copies of residuals.
 
 Copies of residuals are on the next rank, for the loss of one. A model is still to get the mean of
 the residuals over the ranks. When a rank is lost, the one that has its copy adds it to its own
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.base.private import names_ignored_by_ddp, rebuild_ddp
+from lightning_dist.base.private import names_ignored_by_ddp
 from lightning_dist.elastic.recovery.generations import GenerationGroups
 from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel, WaitLimit
@@ -116,30 +116,28 @@ def compile_ahead(reducer: Reducer, *, flat: bool) -> None:
 
 
 def regroup(
-    model: DistributedDataParallel,
     reducer: Reducer,
     groups: GenerationGroups,
     *,
+    device: torch.device,
     data: dist.ProcessGroup,
     control: dist.ProcessGroup,
     limit: WaitLimit,
     begins: bool,
     flat: bool = False,
 ) -> None:
-    """Let ``model`` and ``reducer`` go on in the groups of another generation. Collective.
-
-    DDP's own reducer is made anew on all ranks, as for a new model: newcomers have none whose
-    buckets lie as those of the others.
+    """Let ``reducer`` go on in the groups of another generation. Collective.
 
     Args:
         limit: of all waits in these groups; given up when the generation is broken.
-        groups: of the generation; those of nodes are made, where gradients are reduced in them.
+        groups: of the generation; those of nodes are made, where it reduces in them.
+        device: of what is reduced.
         begins: the training begins, so there must be the nodes that the settings need.
         flat: leave out nodes.
     """
     settings, world = reducer.settings, dist.group.WORLD
     assert world is not None
-    facts, device = {"node": host_name(), "levels": reducer.network.intra is not None}, model.device
+    facts = {"node": host_name(), "levels": reducer.network.intra is not None}
     by_rank = all_facts(facts, group=control, device=device, limit=limit)
     topology, tree = topology_of(
         settings.flat() if flat else settings,
@@ -158,8 +156,6 @@ def regroup(
             network, tree, leader=leader, new_group=lambda ranks: groups_by_ranks[tuple(ranks)]
         )
     reducer.rebind(network, averages=any(facts["levels"] for facts in by_rank))
-    model.forward_sync_buffers = False  # they are sent between steps, where that may fail
-    rebuild_ddp(model, world)
 
 
 @torch.no_grad()

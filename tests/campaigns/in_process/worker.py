@@ -18,9 +18,9 @@ from recovering_loops import Samples, await_newcomers, digest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_dist.elastic.recovery import step as recovery
+from lightning_dist.elastic.recovery import worker as recovery
 from lightning_dist.elastic.recovery.generations import GenerationGroups, Generations
-from lightning_dist.elastic.recovery.step import RecoverableLoop
+from lightning_dist.elastic.recovery.loop import RecoverableLoop
 from lightning_dist.ranks.channel import Channel, PendingWork
 from tests.campaigns.in_process.drawing import BATCH, RANKS, SIZE, Strike
 

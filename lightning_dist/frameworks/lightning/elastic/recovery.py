@@ -14,7 +14,9 @@ from typing_extensions import override
 from lightning_dist.base.features import TRAINER_RECOVERY
 from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.progress import KEY, ElasticState
-from lightning_dist.elastic.recovery.step import RecoverableLoop, StepRecovery
+from lightning_dist.elastic.recovery.loop import RecoverableLoop
+from lightning_dist.elastic.recovery.step import StepRecovery
+from lightning_dist.elastic.recovery.worker import WorkerRecovery
 from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.frameworks.lightning.checkpoint.async_checkpoint import AsyncCheckpoint
 from lightning_dist.frameworks.lightning.checkpoint.private import (
@@ -90,7 +92,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
 
     @property
     def _recovery(self) -> StepRecovery:
-        assert self.recovery is not None
+        assert isinstance(self.recovery, StepRecovery)
         return self.recovery
 
     @property
@@ -231,7 +233,7 @@ class RecoverableTrainerLoop(TrainerLoop, RecoverableLoop):
     # Steps.
 
     @override
-    def begin_step(self, recovery: StepRecovery) -> None:
+    def begin_step(self, recovery: WorkerRecovery) -> None:
         super().begin_step(recovery)
         self._logged = private.logged_values(self._trainer)
 
