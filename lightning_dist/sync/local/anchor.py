@@ -183,7 +183,7 @@ class Anchor:
         parameters: all of the model, by name; those that require a gradient have an anchor.
         settings: of the outer steps.
         reducer: which averages, and keeps residuals.
-        among: the ranks that have the same part of each parameter.
+        among: the ranks that have the same part of each parameter; None: those of ``reducer``.
 
     Raises:
         ValueError: there are fewer trained parameters than fragments; or see
@@ -196,10 +196,10 @@ class Anchor:
         settings: LocalUpdateSettings,
         *,
         reducer: Reducer,
-        among: Network,
+        among: Network | None = None,
     ) -> None:
         self._parameters, self._settings = parameters, settings
-        self._reducer, self._among = reducer, among
+        self._reducer, self._shard_network = reducer, among
         self._make_optimizer = settings.outer_optimizer or self._sgd
         self._make_scheduler = settings.outer_schedule
         trained = {
@@ -270,6 +270,10 @@ class Anchor:
         }
         return trained
 
+    def mark_trained(self, flags: Sequence[bool]) -> None:
+        """Note again what :meth:`trained` has returned: its exchange has failed."""
+        self._trained |= {name for name, flag in zip(self._parameters, flags, strict=True) if flag}
+
     def agree(self) -> list[str]:
         """Exchange from now on what any worker trains. Collective, while nothing is under way.
 
@@ -299,8 +303,9 @@ class Anchor:
         self._use(names)
         for name, anchor in self.tensors.items():
             if name in names - before:  # all begin alike, also where one has changed its own
-                there = anchor.detach().to(self._among.device)
-                replicate({name: there}, self._among.data)
+                among = self._shard_network or self._reducer.network
+                there = anchor.detach().to(among.device)
+                replicate({name: there}, among.data)
                 anchor.data.copy_(there)
 
     def _use(self, names: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from lightning_dist.base.log import get_logger
 from lightning_dist.base.private import name_before_compile
 from lightning_dist.exchange.rounds import replicate
 from lightning_dist.ranks.facts import Read, Spread, gather, run_of
+from lightning_dist.ranks.failures import CollectiveError, is_of_collective
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import require_mapping
@@ -87,7 +88,7 @@ class LocalUpdates:
             named,
             settings,
             reducer=self.reducer,
-            among=network if shards is None else shards.between,
+            among=None if shards is None else shards.between,
         )
         """Trained parameters as all workers know them."""
         self._gradients = PseudoGradients(
@@ -107,6 +108,7 @@ class LocalUpdates:
         """
         self.after_step: list[Callable[[], None]] = []
         """Called at the end of every :meth:`step`."""
+        self._due: int | None = None  # fragment whose exchange has failed
         self._exposed = 0.0  # seconds in exchanges since the anchor has moved
         self._has_stepped = self._has_finished = False
         self._optimizers: list[Optimizer] = []
@@ -154,7 +156,8 @@ class LocalUpdates:
         Raises:
             ValueError: samples are needed and not given, or the other way round; or gradients are
                 there and no optimizer has stepped, as in the middle of accumulation.
-            RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before.
+            RuntimeError: a peer is lost. Anchor, outer optimizer and weights are as before. Under
+                a recovery it is not raised, see :meth:`exchange_again`.
         """
         if not self._has_stepped:
             grads = (p.grad for p in self.trained.values() if p.grad is not None)
@@ -171,6 +174,7 @@ class LocalUpdates:
             )
         self._gradients.samples += samples or 0.0
         self.attempted += 1
+        self._gradients.is_new = False
         begin = perf_counter()
         if self.attempted == self.total_steps:
             self.finish()
@@ -187,6 +191,11 @@ class LocalUpdates:
 
     def _exchange(self) -> bool:
         local = self.attempted - self.settings.ddp_steps
+        if self._due is not None:
+            raise RuntimeError(
+                "The exchange of the outer step before has failed, so workers would drift apart; "
+                "start again from a checkpoint"
+            )
         if local < 0:
             return False
         if local == 0:  # the last step of plain DDP is over: the anchor is what all ranks have now
@@ -199,14 +208,50 @@ class LocalUpdates:
         # One that was saved under another schedule may be due after the next one begins.
         moved = under_way is not None and (under_way.due <= local or number is not None)
         if moved:
-            self._apply(self._gradients.take())
+            exchange = self._gradients.take()
+            self._average_buffers(exchange.number)
+            self._apply(exchange)
         if number is not None and self.anchor.fragments[number].parameters:
+            if not self.settings.overlap_steps:
+                return self._exchange_now(number, local)
             due = local + self.settings.overlap_steps
             self._gradients.send(number, due=due, attempted=self.attempted)
-            if not self.settings.overlap_steps:
-                self._apply(self._gradients.take())
-                moved = True
         return moved
+
+    def _exchange_now(self, number: int, local: int) -> bool:
+        """Take the outer step of a fragment; whether it is taken. Collective."""
+        trained = self.anchor.trained()
+        try:
+            self._average_buffers(number)
+            self._gradients.send(number, due=local, attempted=self.attempted)
+            exchange = self._gradients.take()
+        except RuntimeError as error:
+            self._gradients.under_way, self._due = None, number
+            self.anchor.mark_trained(trained)
+            if not self.reducer.recovers or not is_of_collective(error):
+                raise
+            return False
+        self._apply(exchange)
+        self._due = None
+        return True
+
+    def exchange_again(self) -> None:
+        """Take the outer step whose exchange has failed, with the present workers. Collective.
+
+        Each sends what it has changed since the last one, a worker that has joined nothing. Nothing
+        is done if none has failed.
+
+        Raises:
+            CollectiveError: a peer is lost, and all is as before.
+        """
+        local = self.attempted - self.settings.ddp_steps
+        if self._due is not None and not self._exchange_now(self._due, local):
+            raise CollectiveError(f"An exchange has failed: {self.reducer.failure}")
+
+    def _average_buffers(self, number: int) -> None:
+        if number == 0:  # once a window; first, as a lost peer must leave all as it is
+            held = list(self.module.buffers())
+            average_buffers(held, self.reducer.network, share=self._gradients.share)
 
     def wait(self) -> None:
         """Wait for the exchange that is under way, if any; its mean is used when it is due."""
@@ -237,6 +282,7 @@ class LocalUpdates:
         for number, fragment in enumerate(self.anchor.fragments):
             if fragment.parameters:
                 exchange = self._gradients.average(number, attempted=self.attempted)
+                self._average_buffers(number)
                 self._apply(exchange, mean_only=True)
 
     @contextmanager
@@ -322,6 +368,9 @@ class LocalUpdates:
         """All of the state but residuals. Collective."""
         exchange, trained = self._gradients.state_dict(), self.anchor.agree()
         self._follow_ddp()
+        return {**self._outer_state(), "trained": trained, **exchange}
+
+    def _outer_state(self) -> dict[str, Any]:
         return {
             "version": STATE_VERSION,
             "attempted": self.attempted,
@@ -330,9 +379,22 @@ class LocalUpdates:
             },
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "outer_schedule": self.outer_scheduler and self.outer_scheduler.state_dict(),
-            "trained": trained,
-            **exchange,
         }
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """State that the workers share, for one that joins them; not collective.
+
+        Residuals are those of :meth:`.Reducer.shared_state`.
+        """
+        exchange = self._gradients.state_for_newcomer()
+        return {**self._outer_state(), "trained": [], **exchange, "due": self._due}
+
+    def join(self, state: Mapping[str, Any]) -> None:
+        """Begin as a worker of a training whose :meth:`state_for_newcomer` this is."""
+        self.anchor.restart(state["anchor"].keys(), trained=())
+        self._load_shared(state)
+        self._due, self._gradients.is_new = state["due"], True
+        self.start_from_anchor()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`, the same object on every rank. Collective.
@@ -364,6 +426,12 @@ class LocalUpdates:
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`own_state`. Collective."""
+        self._load_shared(state)
+        self.reducer.load_state_dict(state["residuals"])
+        if self._synced is not None:
+            self._synced.require_backward_grad_sync = self._is_ddp
+
+    def _load_shared(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for name, anchor in self.anchor.tensors.items():
                 anchor.copy_(state["anchor"][name])
@@ -371,10 +439,7 @@ class LocalUpdates:
         if self.outer_scheduler and state.get("outer_schedule"):
             self.outer_scheduler.load_state_dict(state["outer_schedule"])
         self.attempted = int(state["attempted"])
-        self.reducer.load_state_dict(state["residuals"])
         self._gradients.load_state_dict(state)
-        if self._synced is not None:
-            self._synced.require_backward_grad_sync = self._is_ddp
 
     @torch.no_grad()
     def load_worker(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -441,9 +506,6 @@ class LocalUpdates:
         fragment = exchange.fragment
         if exchange.trained is not None and not mean_only:
             self.anchor.follow(exchange.trained, fragment)
-        if exchange.number == 0:  # once a window; first, as a lost peer must leave all as it is
-            held = list(self.module.buffers())
-            average_buffers(held, self.reducer.network, share=self._gradients.share)
         for _, anchor, part in fragment.rows():
             mean = part.shaped(part.of(exchange.mean)).to(anchor.device)
             if mean_only:

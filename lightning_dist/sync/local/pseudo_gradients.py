@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_dist.base.log import get_logger
 from lightning_dist.exchange.rounds import bits_digest
+from lightning_dist.ranks.failures import CollectiveError
 from lightning_dist.ranks.traffic import ring_allreduce
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.planner import Handle
@@ -88,6 +89,9 @@ class PendingMean:
     usual: float = 1.0  # mean weight of all ranks, about; equal on all of them
     trained: Sequence[bool] | None = None  # parameters of the model, by any worker; None: unknown
     handle: Handle | None = None  # None: the mean is there
+    step: int = 0  # of the reducer, before this exchange
+    samples: float = 0.0  # of this worker so far
+    totals: Callable[[], list[float]] | None = None  # waits for what the ranks agree on
     lost: bool = False  # this worker's weights are not finite: it begins again from the anchor
 
 
@@ -121,6 +125,8 @@ class PseudoGradients:
             reducer.reserve(fragment.slices, anchor.dtype)
         self.samples = 0.0
         """Samples of this worker so far."""
+        self.is_new = False
+        """Whether this worker has joined others and taken no step yet: it has no part in means."""
         self._sent_samples = [0.0] * len(anchor.fragments)  # of which each last exchange had some
         self._usual_samples = 0.0  # of a worker in the last exchange; 0: there was none
         self.under_way: PendingMean | None = None
@@ -138,6 +144,9 @@ class PseudoGradients:
             attempted: optimizer steps of this worker so far.
         """
         exchange = self._prepare(number, due=due, attempted=attempted)
+        if self._reducer.recovers and exchange.totals is not None:
+            exchange.totals()  # before the vote: who has the mean must have its weights
+        exchange.step = self._reducer.step
         slices = exchange.fragment.slices
         exchange.handle = self._reducer.start(exchange.mean, slices, key=number)
         self._reducer.finish()
@@ -157,8 +166,24 @@ class PseudoGradients:
         self._complete(exchange)
         return exchange
 
-    @torch.no_grad()
     def _prepare(self, number: int, *, due: int, attempted: int) -> PendingMean:
+        """Pseudo-gradient of this rank for a fragment; the ranks begin to agree on its weight."""
+        exchange = self._weighed(number, due=due, attempted=attempted)
+        figures = [exchange.share, exchange.weight, exchange.squares, *(exchange.trained or ())]
+        network = self._reducer.network
+        sums = torch.tensor(figures, dtype=torch.float64).to(network.device)
+        work = network.control.all_reduce(sums)
+
+        def totals() -> list[float]:
+            work.wait()
+            summed: list[float] = sums.tolist()
+            return summed
+
+        exchange.totals = totals
+        return exchange
+
+    @torch.no_grad()
+    def _weighed(self, number: int, *, due: int, attempted: int) -> PendingMean:
         """Pseudo-gradient of this rank for a fragment, times its weight over the usual one."""
         fragment = self._anchor.fragments[number]
         trained = self._anchor.begin_exchange(fragment)
@@ -166,6 +191,7 @@ class PseudoGradients:
             self.flat = self._zeros(fragment.numel)
         flat = self.flat[: fragment.numel]
         exchange = PendingMean(number, fragment, due, flat, trained=trained)
+        exchange.samples = self.samples
         for parameter, anchor, part in fragment.rows():
             difference = part.shaped(part.of(flat))
             there = anchor.to(difference.device)
@@ -173,7 +199,6 @@ class PseudoGradients:
         weight, exchange.usual = self.share, self._usual_share
         if self._weigh_by == "samples":
             weight = self.samples - self._sent_samples[number]  # since its last exchange
-            self._sent_samples[number] = self.samples
             exchange.usual = self._usual_samples or self._mean_of(weight)
         squares = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
         if self._shards is not None:  # they have one weight, and all take part or none
@@ -190,6 +215,9 @@ class PseudoGradients:
             )
             exchange.lost = True
             return exchange
+        if self.is_new:
+            flat.zero_()
+            return exchange
         if weight != exchange.usual:
             flat.mul_(weight / exchange.usual)
         exchange.share, exchange.weight = self.share, weight
@@ -203,6 +231,8 @@ class PseudoGradients:
         assert exchange is not None
         if exchange.handle is not None:
             exchange.handle.done.wait()
+            if self._reducer.recovers and self._reducer.step == exchange.step:
+                raise CollectiveError(f"An exchange has failed: {self._reducer.failure}")
             self._complete(exchange)
             exchange.handle = None  # last: a mean whose weights did not arrive is not used
         return exchange
@@ -215,10 +245,9 @@ class PseudoGradients:
     def _complete(self, exchange: PendingMean) -> None:
         """Divide by the weights of the workers that are finite, and note the metrics."""
         network, mean = self._reducer.network, exchange.mean
-        figures = [exchange.share, exchange.weight, exchange.squares, *(exchange.trained or ())]
-        totals = torch.tensor(figures, dtype=torch.float64).to(network.device)
-        network.control.all_reduce(totals).wait()
-        shares, weight, squares, *trained = totals.tolist()
+        assert exchange.totals is not None
+        shares, weight, squares, *trained = exchange.totals()
+        self._sent_samples[exchange.number] = exchange.samples
         exchange.trained = [count > 0 for count in trained]
         workers = float(round(shares))  # a third of a worker is rounded
         expected = network.world_size * exchange.usual
@@ -259,6 +288,11 @@ class PseudoGradients:
                 "mean": sent.mean.cpu().clone(),
             }
         return {"exchange": saved, "samples": self._gather_samples()}
+
+    def state_for_newcomer(self) -> dict[str, Any]:
+        """:meth:`state_dict` for a worker that joins, while nothing is under way."""
+        rows = torch.zeros(0, 1 + len(self._sent_samples), dtype=torch.float64)
+        return {"exchange": None, "samples": {"workers": rows, "usual": self._usual_samples}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; a worker that was not there has no samples."""
