@@ -81,32 +81,37 @@ class Objects:
         """Whatever has learning rates and is no optimizer."""
         return [value for value in self._given.values() if hasattr(value, "get_last_lr")]
 
-    def model_to_recover(self) -> DistributedDataParallel:
-        """The model whose steps are taken again where a rank is lost.
+    def to_recover(self) -> DistributedDataParallel | LocalUpdates:
+        """The model in DDP, or the local updates, whose exchanges go on without a lost rank.
 
         Raises:
-            ValueError: there is not just one, or workers take steps of their own.
+            ValueError: there is not just one.
         """
-        if self.updates:
+        several: list[DistributedDataParallel | LocalUpdates] = [*self._wrapped, *self.updates]
+        if len(several) != 1:
             raise ValueError(
-                "recovery='in_process' repeats a step on all ranks, and a local step belongs to "
-                "one worker; use recovery='restart'"
+                "recovery='in_process' is for one model, in DistributedDataParallel or with local "
+                f"updates, got {len(self._wrapped)} in DistributedDataParallel and "
+                f"{len(self.updates)} with local updates; use recovery='restart'"
             )
-        if len(self._wrapped) != 1:
-            raise ValueError(
-                "recovery='in_process' is for one model in DistributedDataParallel, got "
-                f"{len(self._wrapped)}; use recovery='restart'"
-            )
-        return self._wrapped[0]
+        return several[0]
 
-    def states(self) -> dict[str, Any]:
-        """States of all objects, by name."""
-        return {name: self._state_of(value) for name, value in self._given.items()}
+    def states(self, *, leader: int = 0) -> dict[str, Any]:
+        """States of all objects, by name; those of workers on rank ``leader``. Collective."""
+        return {
+            name: value.state_dict(to=leader) if isinstance(value, Sync) else self._state_of(value)
+            for name, value in self._given.items()
+        }
+
+    def states_for_newcomer(self) -> dict[str, Any]:
+        """States of this rank's objects, but for what workers have of their own."""
+        own = {k: value for k, value in self._given.items() if not isinstance(value, Sync)}
+        return {name: self._state_of(value) for name, value in own.items()}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Take over what :meth:`states` has returned, on another rank or in another process."""
-        for name, value in self._given.items():
-            _inside(value).load_state_dict(states[name])
+        """Take over such states, on another rank or in another process."""
+        for name, state in states.items():
+            _inside(self._given[name]).load_state_dict(state)
 
     @property
     def in_steps(self) -> dict[str, Any]:
@@ -154,7 +159,7 @@ class Objects:
             state, own_spreads = sync.spread_state_dict()
             spreads += own_spreads
             reducers.append(state)
-        return {"objects": self.states(), "reducers": reducers}
+        return {"objects": self.states(leader=leader), "reducers": reducers}
 
     def load(self, checkpoint: Any, *, path: str) -> ElasticState:
         """Load a checkpoint, on all ranks; where it was taken.

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dist.base.log import get_logger
@@ -21,14 +22,17 @@ from lightning_dist.elastic.loop.objects import Objects
 from lightning_dist.elastic.process.lifecycle import Ended
 from lightning_dist.elastic.progress import KEY, ElasticState, Generators
 from lightning_dist.elastic.recovery.generations import Generations
+from lightning_dist.elastic.recovery.local_steps import LocalStepRecovery
 from lightning_dist.elastic.recovery.loop import RecoverableLoop
 from lightning_dist.elastic.recovery.member import RecoveryEnvironment
 from lightning_dist.elastic.recovery.step import StepRecovery
+from lightning_dist.elastic.recovery.worker import WorkerRecovery
 from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.ranks.agreement import Membership
 from lightning_dist.ranks.facts import Spread
 from lightning_dist.ranks.launch import Launch
 from lightning_dist.settings.run import RecoveryMode, RecoverySettings
+from lightning_dist.sync.local.outer_steps import LocalUpdates
 from lightning_dist.sync.local.state import NOT_SHARDED
 
 log = get_logger(__name__)
@@ -85,17 +89,8 @@ class UserLoop(RecoverableLoop):
                 "recovery='in_process'), before DistributedDataParallel"
             )
         self.objects = Objects(given, world_size=1)
-        model = self.objects.model_to_recover()
-        generations = Generations(environment)
-        self.recovery = StepRecovery(
-            generations,
-            model,
-            optimizers=self.objects.optimizers,
-            objects=self.objects.in_steps,
-            steps=lambda: self.steps,
-            script=self.script,
-            mirror_every=self._mirror_every,
-        )
+        self.recovery = self._recovery_of(self.objects.to_recover(), Generations(environment))
+        generations = self.recovery.generations
         self.session.lifecycle.waits_for_another = generations.member.waits_for_another
         self.session.lifecycle.lapsed = generations.member.lapsed
         generation, members = self.recovery.begin()
@@ -117,6 +112,26 @@ class UserLoop(RecoverableLoop):
         self.recovery.has_state()
         if generation.source is not None:
             self.sync_point()
+
+    def _recovery_of(
+        self, trained: DistributedDataParallel | LocalUpdates, generations: Generations
+    ) -> WorkerRecovery:
+        facts: dict[str, Any] = {"steps": lambda: self.steps, "script": self.script}
+        if isinstance(trained, LocalUpdates):
+            if self._mirror_every is not None:
+                raise ValueError(
+                    "mirror_residuals is for models in DistributedDataParallel, and here workers "
+                    "take local steps; leave it out"
+                )
+            return LocalStepRecovery(generations, trained, **facts)
+        return StepRecovery(
+            generations,
+            trained,
+            optimizers=self.objects.optimizers,
+            objects=self.objects.in_steps,
+            mirror_every=self._mirror_every,
+            **facts,
+        )
 
     def _open(self, given: Mapping[str, Any]) -> None:
         session, settings = self.session, self._settings
@@ -192,7 +207,7 @@ class UserLoop(RecoverableLoop):
 
     @override
     def export_state(self) -> dict[str, Any]:
-        return self.objects.states()
+        return self.objects.states_for_newcomer()
 
     @override
     def resume(self, state: ElasticState, *, is_new: bool) -> None:

@@ -20,6 +20,7 @@ class RecoverableLoop(TrainingLoop):
     """A session whose ranks may be lost: what all ranks do between two steps, until they can."""
 
     session: ElasticSession
+    _is_late = False  # behind the others in another generation, whose shards it does not have yet
     recovery: WorkerRecovery | None = None
     """None where lost ranks mean a restart of all."""
 
@@ -74,6 +75,10 @@ class RecoverableLoop(TrainingLoop):
             try:
                 if recovery.must_change:
                     self.enter(*recovery.change())
+                if recovery.is_behind:
+                    break
+                if self._is_late:
+                    self._go_on(self.here(), is_new=False)
                 recovery.synchronize()
                 self.close_step()
                 break
@@ -103,23 +108,30 @@ class RecoverableLoop(TrainingLoop):
         members.ranks.leader = leader_of(generation)
         if handed is not None:
             self.import_state(handed["states"], handed["here"], members)
-            recovery.reducer.join(handed["reducer"])
+            recovery.join(handed["shared"])
         self.session.move(self, members, facts=None if handed is None else handed["session"])
         state: ElasticState = self.here() if handed is None else handed["here"]
-        self.resume(state, is_new=handed is not None)
+        self._is_late = recovery.is_behind
+        if not self._is_late:
+            self._go_on(state, is_new=handed is not None)
+        recovery.outage.enter(generation, members.ranks.gather(recovery.facts))
+        if handed is not None:
+            recovery.has_state()
+
+    def _go_on(self, state: ElasticState, *, is_new: bool) -> None:
+        """Take the shards of the present members from ``state`` on; no collective."""
+        self._is_late = False
+        self.resume(state, is_new=is_new)
         before, (_, now) = state.layout, self.data.layouts
         factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)
         optimizers, schedulers = self.rates()
         scale_learning_rates(optimizers, schedulers, factor=factor)
-        recovery.outage.enter(generation, members.ranks.gather(recovery.facts))
-        if handed is not None:
-            recovery.has_state()
 
     def _handover(self) -> dict[str, Any]:
         assert self.recovery is not None
         return {
             "states": self.export_state(),
-            "reducer": self.recovery.reducer.shared_state(),
+            "shared": self.recovery.shared_state(),
             "session": self.session.facts(),
             "here": self.here(),
         }

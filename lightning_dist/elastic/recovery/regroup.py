@@ -65,11 +65,7 @@ def require_recoverable(model: DistributedDataParallel) -> Reducer:
             "recovery='in_process' has not run on GPUs yet, but on a simulated device with the "
             "semantics of NCCL; compare with recovery='restart' before you rely on it"
         )
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        raise ValueError(
-            "SyncBatchNorm exchanges in the forward pass, which fails if a rank is lost; use "
-            "BatchNorm, or recovery='restart'"
-        )
+    require_passes(model)
     if tables := sparse_tables(model.module):
         raise ValueError(
             f"DDP itself averages the sparse gradient of {next(iter(tables))!r}, which fails if a "
@@ -80,14 +76,27 @@ def require_recoverable(model: DistributedDataParallel) -> Reducer:
             "recovery='in_process' needs a DistributedDataParallel without static_graph and "
             "find_unused_parameters; leave them out, or use recovery='restart'"
         )
-    settings = sync.settings
+    require_no_names_of_ranks(sync.settings)
+    return sync.reducer
+
+
+def require_passes(model: nn.Module) -> None:
+    """Raise ValueError for modules that need other ranks in a forward pass."""
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        raise ValueError(
+            "SyncBatchNorm exchanges in the forward pass, which fails if a rank is lost; use "
+            "BatchNorm, or recovery='restart'"
+        )
+
+
+def require_no_names_of_ranks(settings: ExchangeSettings) -> None:
+    """Raise ValueError for settings that name ranks."""
     if settings.ranks_per_node is not None or settings.nodes is not None:
         raise ValueError(
             "ranks_per_node and rank_groups name ranks, whose numbers change when one is lost; "
             "leave them out with recovery='in_process': ranks of one host name are reduced first, "
             "and LIGHTNING_DIST_HOSTNAME sets that name"
         )
-    return sync.reducer
 
 
 def compile_ahead(reducer: Reducer, *, flat: bool) -> None:

@@ -112,6 +112,11 @@ class WorkerRecovery:
         """Whether this generation is at its end here."""
         return self.is_broken or self.reducer.answer.pauses
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether this worker has steps to take alone, which others have taken."""
+        return False
+
     def arrive(self) -> None:
         """This rank waits for others now."""
         self._arrivals += 1
@@ -190,6 +195,14 @@ class WorkerRecovery:
         """Rank whose state others get. Collective."""
         assert generation.source is not None
         return list(generation.members).index(generation.source)
+
+    def shared_state(self) -> dict[str, Any]:
+        """State that is equal on all ranks between steps, for a rank that joins them."""
+        return self.reducer.shared_state()
+
+    def join(self, shared: Mapping[str, Any]) -> None:
+        """Take over :meth:`shared_state` of another rank."""
+        self.reducer.join(shared)
 
     def has_state(self) -> None:
         """This worker is where the training is."""

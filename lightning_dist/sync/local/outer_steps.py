@@ -341,16 +341,17 @@ class LocalUpdates:
         """Exchange nothing more."""
         self.reducer.close()
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """State that the workers share, and their residuals, on rank 0; None elsewhere. Collective.
+    def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
+        """State that the workers share, and residuals, on rank ``to``; None elsewhere. Collective.
 
         Parameters and optimizers differ between workers inside a window: each saves its own. Of a
         sharded model the state has whole parameters, and any number of shards loads it.
         """
         network = self.reducer.network
-        state, spreads = self.spread_state_dict(device="meta" if network.rank else "cpu")
-        gather(spreads, network.state, device=network.device)
-        return None if network.rank else state
+        is_here = network.rank == to
+        state, spreads = self.spread_state_dict(device="cpu" if is_here else "meta")
+        gather(spreads, network.state, device=network.device, to=to)
+        return state if is_here else None
 
     def spread_state_dict(self, *, device: str = "cpu") -> tuple[dict[str, Any], list[Spread]]:
         """:meth:`state_dict` on every rank, with residuals and shards left there. Collective.

@@ -62,13 +62,14 @@ class WorkerStates:
         """True if this rank belongs to the first worker."""
         return self._place[0] == 0
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """State of all workers on rank 0; None elsewhere. Collective, between optimizer steps.
+    def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
+        """State of all workers on rank ``to``; None elsewhere. Collective, between optimizer steps.
 
-        Every worker sends its own to rank 0.
+        Every worker sends its own there.
         """
         updates, shards = self._updates, self._updates.shards
-        shared, own = updates.state_dict(), self._own()
+        assert shards is None or to == 0, "shards of a worker are put together on its first rank"
+        shared, own = updates.state_dict(to=to), self._own()
         buffers = map_tensors(lambda tensor: tensor.detach().cpu(), updates.buffers())
         own = map_tensors(self._whole, own)
         between = updates.reducer.network
@@ -76,9 +77,9 @@ class WorkerStates:
             buffers, between = shards.objects(buffers), shards.between
             if buffers is None:
                 return None
-        workers = [None] * between.world_size if between.rank == 0 else None
+        workers = [None] * between.world_size if between.rank == to else None
         own = {**own, "buffers": buffers}
-        dist.gather_object(own, workers, group=between.data.group, group_dst=0)
+        dist.gather_object(own, workers, group=between.data.group, group_dst=to)
         return None if shared is None else {"shared": shared, "workers": workers}
 
     def _whole(self, tensor: Tensor) -> Tensor:

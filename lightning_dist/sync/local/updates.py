@@ -259,9 +259,8 @@ class LocalSync(Sync):
 
     @override
     def state_dict(self, *, to: int = 0) -> dict[str, Any] | None:
-        """State of all workers on rank 0; nothing before :meth:`connect`."""
-        assert to == 0, "workers send theirs there"
-        return None if self._states is None else self._states.state_dict()
+        """State of all workers on rank ``to``; nothing before :meth:`connect`."""
+        return None if self._states is None else self._states.state_dict(to=to)
 
     @override
     def spread_state_dict(self) -> tuple[dict[str, Any], list[Spread]]:

@@ -1,0 +1,110 @@
+"""A loop in local steps whose workers die where they are told to; the others go on.
+
+    recovering_local_steps.py FOLDER SETTINGS
+
+SETTINGS is JSON: ``codec``, ``faults``, ``lost`` and ``joins`` as of ``recovering_loops.py``;
+``lag`` as ``[worker, step]``: it takes this step only when it knows that another one is lost, which
+dies a step later; ``updates``: more settings of these.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from recovering_loops import (
+    BATCH,
+    EPOCHS,
+    Net,
+    Samples,
+    await_newcomers,
+    await_true,
+    begin,
+    digest,
+    written,
+)
+from torch.utils.data import DataLoader
+
+from lightning_dist import ElasticLoop, init_process_group, local_updates
+from lightning_dist.elastic.loop.user_loop import UserLoop
+from lightning_dist.elastic.recovery.local_steps import LocalStepRecovery
+
+SETTINGS: dict[str, Any] = {
+    **{"method": "diloco", "sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.6},
+    **{"overlap_steps": 0, "min_compress_numel": 0, "compile_kernels": False},
+}
+LAGS = "0.1.0"
+"""Who dies where another one lags."""
+
+
+def train(folder: Path, told: dict[str, Any]) -> None:
+    own = os.environ["LIGHTNING_DIST_WORKER"]
+    faults = begin(folder, told, UserLoop)
+    module = Net()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.1, total_iters=20)
+    init_process_group("gloo", recovery="in_process")
+    settings = {**SETTINGS, "codec": told.get("codec", "none"), **told.get("updates", {})}
+    updates = local_updates(module, sgd, **settings)
+    log = (folder / f"{own}.jsonl").open("a", buffering=1)
+
+    def note(**facts: Any) -> None:
+        print(written(**facts), file=log)
+
+    with ElasticLoop(
+        folder / "ckpt",
+        loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
+        state={"model": module, "optimizer": sgd, "scheduler": scheduler, "updates": updates},
+        every_n_train_steps=told.get("saves", 4),
+        seed=5,
+        recovery="in_process",
+    ) as loop:
+        recovery = loop._run.recovery
+        assert isinstance(recovery, LocalStepRecovery)
+        faults.lifecycle = loop._run.session.lifecycle
+        torch.save([module.state_dict(), sgd.state_dict()], folder / f"begin-{own}.pt")
+        note(joins=loop.steps, outer=updates.reducer.step)
+        for epoch in loop.epochs(EPOCHS):
+            for ids, x in loop.batches():
+                micro_batch, begun = loop.micro_batch, loop.steps
+                assert micro_batch is not None
+                if micro_batch.begins_step:
+                    world = loop._run.session.members.world_size
+                    if begun >= told.get("joins", 1 << 20):
+                        await_newcomers(
+                            recovery.generations, missing=3 - world, heartbeat=loop.heartbeat
+                        )
+                    slow, at = told.get("lag", ("", -1))
+                    if (own, begun) == (slow, at):
+                        await_true(lambda: recovery.is_broken, "a rank is lost")
+                    if (own, begun) == (LAGS, at + 1) and slow:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    faults.begin(begun, world=world, is_broken=lambda: recovery.is_broken)
+                faults.strike("forward")
+                factor = float(loop.scale_loss(torch.ones(())))
+                loss = loop.scale_loss((module(x) - x.flip(1)).square().mean())
+                loss.backward()
+                generation = recovery.generations.member.generation.number
+                numbers = ids.tolist() if micro_batch.weight else []
+                note(batch=begun + 1, ids=numbers, factor=factor, epoch=epoch)
+                if loop.sync_gradients:
+                    rate = sgd.param_groups[0]["lr"]
+                    sgd.step()
+                    sgd.zero_grad()
+                    scheduler.step()
+                    note(taken=begun + 1, lr=rate, generation=generation)
+                    updates.step()
+                    faults.strike("after the step")
+                    loop.step_done()
+        updates.finish()
+    note(end=loop.steps, hash=digest(module), metrics=loop.metrics())
+    faulthandler.cancel_dump_traceback_later()
+    torch.save(module.state_dict(), folder / f"weights-{own}.pt")
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), json.loads(sys.argv[2]))
