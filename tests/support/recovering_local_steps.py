@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_dist import ElasticLoop, init_process_group, local_updates
 from lightning_dist.elastic.loop.user_loop import UserLoop
 from lightning_dist.elastic.recovery.local_steps import LocalStepRecovery
+from lightning_dist.sync.local.outer_steps import LocalUpdates
 
 SETTINGS: dict[str, Any] = {
     **{"method": "diloco", "sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.6},
@@ -55,6 +56,13 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     def note(**facts: Any) -> None:
         print(written(**facts), file=log)
 
+    apply = LocalUpdates._apply
+
+    def applying(of: LocalUpdates, *arguments: Any, **named: Any) -> None:
+        apply(of, *arguments, **named)
+        note(outer=of.reducer.step, workers=of.metrics()["outer/workers"])
+
+    LocalUpdates._apply = applying  # type: ignore[method-assign]
     with ElasticLoop(
         folder / "ckpt",
         loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
@@ -67,7 +75,7 @@ def train(folder: Path, told: dict[str, Any]) -> None:
         assert isinstance(recovery, LocalStepRecovery)
         faults.lifecycle = loop._run.session.lifecycle
         torch.save([module.state_dict(), sgd.state_dict()], folder / f"begin-{own}.pt")
-        note(joins=loop.steps, outer=updates.reducer.step)
+        note(joins=loop.steps)
         for epoch in loop.epochs(EPOCHS):
             for ids, x in loop.batches():
                 micro_batch, begun = loop.micro_batch, loop.steps

@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -224,24 +225,34 @@ def watch_places(faults: Faults, loop: type[RecoverableLoop]) -> None:
 
 
 def watch_votes(folder: Path, faults: Faults, lost: list[Any]) -> None:
-    """Strike before votes; ``lost``: who does not hear an answer, of which step, and who must."""
+    """Strike before votes; ``lost``: who does not hear an answer, of which step, and who must.
+
+    Also before each call of the group of votes, counted within a step; ``lost`` may end with which.
+    """
     launch = Channel.all_reduce
+    calls: Counter[int] = Counter()
     own = os.environ.get("LIGHTNING_DIST_WORKER", "")
 
     def all_reduce(channel: Channel, *arguments: Any, **named: Any) -> Any:
         if channel.name != "control":
             return launch(channel, *arguments, **named)
+        step = faults.step
+        calls[step] += 1
+        call = calls[step]
         faults.strike("before the vote")
+        faults.strike(f"call {call}")
         work = launch(channel, *arguments, **named)
-        wait, step = work.wait, faults.step
+        wait = work.wait
 
         class Answer:
             def wait(self) -> object:
                 found = wait()
                 (folder / f"heard-{own}-{step}").touch()
-                for worker, number, hears in lost:
-                    if (worker, number) == (own, step):
-                        await_file(folder / f"heard-{hears}-{step}")
+                (folder / f"heard-{own}-{step}-{call}").touch()
+                for worker, number, hears, *which in lost:
+                    if (worker, number) == (own, step) and which in ([], [call]):
+                        heard = "-".join(map(str, ("heard", hears, step, *which)))
+                        await_file(folder / heard)
                         raise CollectiveError("[test] Connection closed by peer")
                 return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -174,6 +175,7 @@ class PseudoGradients:
         sums = torch.tensor(figures, dtype=torch.float64).to(network.device)
         work = network.control.all_reduce(sums)
 
+        @cache  # once they are known, a wait could still be given up
         def totals() -> list[float]:
             work.wait()
             summed: list[float] = sums.tolist()

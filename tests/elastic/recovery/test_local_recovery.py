@@ -1,0 +1,214 @@
+"""Loops in local steps whose workers are killed: the others go on with their weights."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from needs import needs
+from recovering_jobs import LoopJob
+from recovering_local_steps import SETTINGS
+from recovering_loops import EPOCHS, SIZE, Net, Samples
+from torch import Tensor
+
+from lightning_dist.base.features import RECOVERY
+
+LAST = EPOCHS * SIZE // 12
+SHARES = 8
+"""Samples of a worker in two steps of three: the others may be so far ahead when it is lost."""
+
+pytestmark = [needs(RECOVERY), pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
+
+
+class Twin:
+    """One worker in one process, without the package."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+        self.sgd = torch.optim.SGD(self.net.parameters(), lr=1.0, momentum=0.9)
+
+    def take(self, batches: list[dict[str, Any]], lr: float) -> None:
+        samples = Samples()
+        for batch in batches:
+            if not batch["ids"]:
+                continue
+            x = torch.stack([samples[index][1] for index in batch["ids"]])
+            (batch["factor"] * (self.net(x) - x.flip(1)).square().mean()).backward()
+        self.sgd.param_groups[0]["lr"] = lr
+        self.sgd.step()
+        self.sgd.zero_grad()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [parameter.data for parameter in self.net.parameters()]
+
+    @property
+    def momenta(self) -> list[Tensor]:
+        return [self.sgd.state[p]["momentum_buffer"] for p in self.net.parameters()]
+
+
+def are_close(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(left, right, strict=True)
+    )
+
+
+class LocalJob(LoopJob):
+    """Three workers in local steps of which the third one exchanges."""
+
+    script = Path(__file__).parents[2] / "support/recovering_local_steps.py"
+
+    def require_samples(self) -> None:
+        """Each is used at most once in an epoch; those that a worker died with are missing."""
+        missing = 0
+        for epoch in range(EPOCHS):
+            lines = [line for line in self.of("batch") if line["epoch"] == epoch]
+            ids = [index for line in lines for index in line["ids"]]
+            assert len(ids) == len({*ids})
+            missing += SIZE - len(ids)
+        assert missing <= (SHARES if {"faults", "lag"} & self._told.keys() else 0)
+
+    def require_equal(self) -> None:
+        ends = self.of("end")
+        assert len(ends) == 3
+        assert {line["end"] for line in ends} == {LAST}
+        assert len({line["hash"] for line in ends}) == 1
+
+    def require_twin(self) -> None:
+        """Weights are those of workers that were computed one after the other, in one process."""
+        every: int = SETTINGS["sync_every"]
+        anchor = [weight.clone() for weight in Twin().weights]
+        outer = torch.optim.SGD(
+            anchor, lr=SETTINGS["outer_lr"], momentum=SETTINGS["outer_momentum"], nesterov=True
+        )
+        counts = {line["outer"]: line["workers"] for line in self.of("outer")}
+        joined = {name: lines[0]["joins"] for name, lines in self.lines.items()}
+        batches, rates = defaultdict(list), {}
+        for name, lines in self.lines.items():
+            for line in lines:
+                if "batch" in line:
+                    batches[name, line["batch"]].append(line)
+                elif "taken" in line:
+                    rates[name, line["taken"]] = line["lr"]
+        ended = {name for name, lines in self.lines.items() if "end" in lines[-1]}
+        workers = {name: Twin() for name, step in joined.items() if step == 0}
+        for step in range(1, LAST + 1):
+            for name in [name for name, at in joined.items() if at == step - 1 > 0]:
+                workers[name] = self._newcomer(name, anchor, workers)
+            taking = [name for name in workers if (name, step) in rates]
+            assert len({rates[name, step] for name in taking}) == 1
+            for name in taking:
+                workers[name].take(batches[name, step], rates[name, step])
+            if step % every:
+                continue
+            if counts[step // every] < len(taking):  # one was lost before its part counted
+                taking = [name for name in taking if (name, step + 1) in batches or name in ended]
+            assert counts[step // every] == len(taking)
+            for weight, *of_workers in zip(
+                anchor, *(workers[name].weights for name in taking), strict=True
+            ):
+                weight.grad = weight - torch.stack(of_workers).mean(0)
+            outer.step()
+            for name in workers:
+                for weight, own in zip(anchor, workers[name].weights, strict=True):
+                    own.copy_(weight)
+        for name in ended:
+            saved = torch.load(self.folder / f"weights-{name}.pt")
+            assert are_close([saved[key] for key, _ in Net().named_parameters()], anchor)
+
+    def _newcomer(self, name: str, anchor: list[Tensor], workers: dict[str, Twin]) -> Twin:
+        """It has the anchor, and the moments of another one."""
+        net, sgd = torch.load(self.folder / f"begin-{name}.pt")
+        assert are_close([net[key] for key, _ in Net().named_parameters()], anchor)
+        momenta = [state["momentum_buffer"] for state in sgd["state"].values()]
+        source = next(each for each in workers.values() if are_close(each.momenta, momenta))
+        twin = Twin()
+        for mine, theirs in zip(twin.weights, anchor, strict=True):
+            mine.copy_(theirs)
+        for mine, theirs in zip(twin.net.parameters(), source.momenta, strict=True):
+            twin.sgd.state[mine]["momentum_buffer"] = theirs.clone()
+        return twin
+
+
+def test_without_a_fault_it_is_local_steps(tmp_path: Path, quick_python: list[str]) -> None:
+    job = LocalJob(tmp_path, quick_python)
+    job.require_samples()
+    job.require_equal()
+    job.require_twin()
+
+
+@pytest.mark.parametrize("victim", ["0.0.0", "0.1.0", "0.2.0"])
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        *[("forward", step) for step in (6, 7, 8)],
+        *[(f"call {call}", 8) for call in (1, 2, 3)],  # statistics, weights, and the vote
+        *[("after the step", step) for step in (7, 8)],
+        ("saving", 7),
+    ],
+)
+def test_a_killed_worker_is_left_out_of_the_mean(
+    place: str, step: int, victim: str, tmp_path: Path, quick_python: list[str]
+) -> None:
+    job = LocalJob(tmp_path, quick_python, faults=[[victim, place, step]], joins=10)
+    assert f"worker {victim} exited: SIGKILL" in job.output
+    job.require_samples()
+    job.require_equal()
+    job.require_twin()
+    joined = f"{victim[:-1]}1"
+    assert job.lines[joined][0]["joins"] in (9, 12)  # after an outer step
+    assert job.metrics()["elastic/restarts"] == 0
+
+
+def test_a_worker_that_has_not_heard_the_vote_takes_the_outer_step_too(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    told = {"faults": [["0.0.0", "after the step", 8]], "lost": [["0.1.0", 8, "0.2.0", 3]]}
+    job = LocalJob(tmp_path, quick_python, joins=10, **told)
+    job.require_samples()
+    job.require_equal()
+    job.require_twin()
+    assert {line["workers"] for line in job.of("outer") if line["outer"] == 3} == {3.0}
+
+
+@pytest.mark.parametrize("step", [3, 4, 6, 7])
+def test_workers_that_are_behind_go_on_alone(
+    step: int, tmp_path: Path, quick_python: list[str]
+) -> None:
+    """Also where an epoch ends meanwhile, or others wait for them with an outer step."""
+    job = LocalJob(tmp_path, quick_python, lag=["0.2.0", step], joins=10, saves=100)
+    assert "worker 0.1.0 exited: SIGKILL" in job.output
+    job.require_samples()
+    job.require_equal()
+    job.require_twin()
+    taken = {line["taken"]: line["generation"] for line in job.lines["0.2.0"] if "taken" in line}
+    assert taken[step + 1] == 0
+    assert taken[step + 2] == 1  # alone: the other one has taken it in the generation before
+    first = {line["taken"]: line["generation"] for line in job.lines["0.0.0"] if "taken" in line}
+    assert first[step + 2] == 0
+
+
+@pytest.mark.parametrize("place", ["source", "healed", "groups"])
+def test_one_that_is_lost_while_others_change(
+    place: str, tmp_path: Path, quick_python: list[str]
+) -> None:
+    second = {"source": ["0.1.0", "source", None], "healed": ["0.0.1", "healed", None]}
+    faults = [["0.0.0", "forward", 7], second.get(place, ["0.1.0", "groups", 7])]
+    job = LocalJob(tmp_path, quick_python, faults=faults, joins=10)
+    assert job.output.count("exited: SIGKILL") == 2
+    job.require_equal()
+
+
+def test_compressed_workers_stay_equal_and_the_writer_need_not_be_the_first(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    """The one that writes has the number 1 once another has come in the place of the first."""
+    job = LocalJob(
+        tmp_path, quick_python, codec="int8", faults=[["0.0.0", "forward", 7]], joins=10
+    )
+    job.require_equal()
+    newest = max((tmp_path / "ckpt").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    state = torch.load(newest, weights_only=True)["objects"]["updates"]
+    assert len(state["workers"]) == 3
+    assert state["shared"]["attempted"] == LAST
