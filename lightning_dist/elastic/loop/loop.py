@@ -63,8 +63,8 @@ class ElasticLoop:
             settings: each an argument of the loop.
             saving: each an argument of the loop; ``snapshot="auto"`` is ``"blocking"``.
             recovering: each an argument of the loop; ``"in_process"`` needs
-                ``init_process_group(recovery="in_process")``, and one model in DDP on the CPU with
-                ``compress_ddp``, in one file.
+                ``init_process_group(recovery="in_process")``, checkpoints in one file, and one
+                model in DDP with ``compress_ddp``, or on the CPU with ``local_updates``.
             loader: as for one process: not from ``accelerator.prepare``, nor
                 ``setup_dataloaders``.
             state: what is saved, by name: models (as ``prepare``, ``setup`` or DDP returned them),

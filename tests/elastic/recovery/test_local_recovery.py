@@ -204,9 +204,7 @@ def test_compressed_workers_stay_equal_and_the_writer_need_not_be_the_first(
     tmp_path: Path, quick_python: list[str]
 ) -> None:
     """The one that writes has the number 1 once another has come in the place of the first."""
-    job = LocalJob(
-        tmp_path, quick_python, codec="int8", faults=[["0.0.0", "forward", 7]], joins=10
-    )
+    job = LocalJob(tmp_path, quick_python, codec="int8", faults=[["0.0.0", "forward", 7]], joins=10)
     job.require_equal()
     newest = max((tmp_path / "ckpt").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     state = torch.load(newest, weights_only=True)["objects"]["updates"]

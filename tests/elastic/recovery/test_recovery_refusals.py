@@ -15,12 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lightning_dist
-from lightning_dist import CommProfiler, compress_ddp
+from lightning_dist import CommProfiler, compress_ddp, local_updates
 from lightning_dist.base.features import RECOVERY
+from lightning_dist.elastic.loop.objects import Objects
+from lightning_dist.elastic.loop.user_loop import UserLoop
 from lightning_dist.elastic.recovery.generations import Generations, is_alone
+from lightning_dist.elastic.recovery.local_steps import require_recoverable_updates
 from lightning_dist.elastic.recovery.regroup import require_recoverable
 from lightning_dist.elastic.recovery.step import StepRecovery
+from lightning_dist.elastic.session import ElasticSession
 from lightning_dist.fabric import CompressedDDPStrategy as FabricStrategy
+from lightning_dist.settings.run import RecoverySettings, RunSettings
 
 pytestmark = needs(RECOVERY)
 
@@ -65,6 +70,40 @@ def test_models(make: Any, says: str) -> None:
     model = make()
     with pytest.raises(ValueError, match=says):
         require_recoverable(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"method": "streaming", "overlap_steps": 2}, "got overlap_steps=2; set it to 0"),
+        ({"method": "post_local_sgd", "ddp_steps": 5}, "got ddp_steps=5; set it to 0"),
+        ({"ranks_per_node": 1}, "ranks_per_node and rank_groups name ranks"),
+    ],
+)
+def test_local_updates(given: dict[str, Any], says: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    synced = DistributedDataParallel(model) if "ddp_steps" in given else model
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"fragments": 2} if given.get("method") == "streaming" else {}
+    updates = local_updates(synced, sgd, **settings, **given)
+    with pytest.raises(ValueError, match=says):
+        require_recoverable_updates(updates)
+
+
+def test_a_loop_of_several_models_or_copies_of_residuals_of_workers() -> None:
+    model = nn.Linear(8, 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    updates = local_updates(model, sgd)
+    both = {"model": model, "other": wrapped(), "updates": updates}
+    with pytest.raises(ValueError, match="got 1 in DistributedDataParallel and 1 with local upd"):
+        Objects(both, world_size=1).to_recover()
+    session = ElasticSession(RunSettings("unused"))
+    given: dict[str, Any] = {"accumulate": 1, "signals": ()}
+    mirrored = RecoverySettings(recovery="in_process", mirror_residuals=True)
+    loop = UserLoop(session, recovering=mirrored, **given)
+    loop._loader = DataLoader([torch.ones(8)])
+    with pytest.raises(ValueError, match="here workers take local steps; leave it out"):
+        loop._recovery_of(updates, cast("Generations", SimpleNamespace()))
 
 
 def recovery(model: DistributedDataParallel, **given: Any) -> StepRecovery:
