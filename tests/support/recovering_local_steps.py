@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from local_twin import norm_of
 from recovering_loops import (
     BATCH,
     EPOCHS,
@@ -60,7 +61,10 @@ def train(folder: Path, told: dict[str, Any]) -> None:
 
     def applying(of: LocalUpdates, *arguments: Any, **named: Any) -> None:
         apply(of, *arguments, **named)
-        note(outer=of.reducer.step, workers=of.metrics()["outer/workers"])
+        if not named:  # the mean at the end is no outer step
+            anchor = [*of.anchor.tensors.values()]
+            workers = of.metrics()["outer/workers"]
+            note(outer=of.reducer.step, workers=workers, norm=norm_of(anchor))
 
     LocalUpdates._apply = applying  # type: ignore[method-assign]
     with ElasticLoop(

@@ -1,16 +1,14 @@
 """Loops in local steps whose workers are killed: the others go on with their weights."""
 
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from local_twin import are_close, replay
 from needs import needs
 from recovering_jobs import LoopJob
 from recovering_local_steps import SETTINGS
-from recovering_loops import EPOCHS, SIZE, Net, Samples
-from torch import Tensor
+from recovering_loops import EPOCHS, SIZE, Net
 
 from lightning_dist.base.features import RECOVERY
 
@@ -19,39 +17,6 @@ SHARES = 8
 """Samples of a worker in two steps of three: the others may be so far ahead when it is lost."""
 
 pytestmark = [needs(RECOVERY), pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.ranks(3)]
-
-
-class Twin:
-    """One worker in one process, without the package."""
-
-    def __init__(self) -> None:
-        self.net = Net()
-        self.sgd = torch.optim.SGD(self.net.parameters(), lr=1.0, momentum=0.9)
-
-    def take(self, batches: list[dict[str, Any]], lr: float) -> None:
-        samples = Samples()
-        for batch in batches:
-            if not batch["ids"]:
-                continue
-            x = torch.stack([samples[index][1] for index in batch["ids"]])
-            (batch["factor"] * (self.net(x) - x.flip(1)).square().mean()).backward()
-        self.sgd.param_groups[0]["lr"] = lr
-        self.sgd.step()
-        self.sgd.zero_grad()
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return [parameter.data for parameter in self.net.parameters()]
-
-    @property
-    def momenta(self) -> list[Tensor]:
-        return [self.sgd.state[p]["momentum_buffer"] for p in self.net.parameters()]
-
-
-def are_close(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(
-        torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(left, right, strict=True)
-    )
 
 
 class LocalJob(LoopJob):
@@ -77,58 +42,10 @@ class LocalJob(LoopJob):
 
     def require_twin(self) -> None:
         """Weights are those of workers that were computed one after the other, in one process."""
-        every: int = SETTINGS["sync_every"]
-        anchor = [weight.clone() for weight in Twin().weights]
-        outer = torch.optim.SGD(
-            anchor, lr=SETTINGS["outer_lr"], momentum=SETTINGS["outer_momentum"], nesterov=True
-        )
-        counts = {line["outer"]: line["workers"] for line in self.of("outer")}
-        joined = {name: lines[0]["joins"] for name, lines in self.lines.items()}
-        batches, rates = defaultdict(list), {}
-        for name, lines in self.lines.items():
-            for line in lines:
-                if "batch" in line:
-                    batches[name, line["batch"]].append(line)
-                elif "taken" in line:
-                    rates[name, line["taken"]] = line["lr"]
-        ended = {name for name, lines in self.lines.items() if "end" in lines[-1]}
-        workers = {name: Twin() for name, step in joined.items() if step == 0}
-        for step in range(1, LAST + 1):
-            for name in [name for name, at in joined.items() if at == step - 1 > 0]:
-                workers[name] = self._newcomer(name, anchor, workers)
-            taking = [name for name in workers if (name, step) in rates]
-            assert len({rates[name, step] for name in taking}) == 1
-            for name in taking:
-                workers[name].take(batches[name, step], rates[name, step])
-            if step % every:
-                continue
-            if counts[step // every] < len(taking):  # one was lost before its part counted
-                taking = [name for name in taking if (name, step + 1) in batches or name in ended]
-            assert counts[step // every] == len(taking)
-            for weight, *of_workers in zip(
-                anchor, *(workers[name].weights for name in taking), strict=True
-            ):
-                weight.grad = weight - torch.stack(of_workers).mean(0)
-            outer.step()
-            for name in workers:
-                for weight, own in zip(anchor, workers[name].weights, strict=True):
-                    own.copy_(weight)
-        for name in ended:
-            saved = torch.load(self.folder / f"weights-{name}.pt")
+        anchor = replay(self.lines, self.folder, settings=SETTINGS, size=SIZE, last=LAST)
+        for path in self.folder.glob("weights-*.pt"):
+            saved = torch.load(path)
             assert are_close([saved[key] for key, _ in Net().named_parameters()], anchor)
-
-    def _newcomer(self, name: str, anchor: list[Tensor], workers: dict[str, Twin]) -> Twin:
-        """It has the anchor, and the moments of another one."""
-        net, sgd = torch.load(self.folder / f"begin-{name}.pt")
-        assert are_close([net[key] for key, _ in Net().named_parameters()], anchor)
-        momenta = [state["momentum_buffer"] for state in sgd["state"].values()]
-        source = next(each for each in workers.values() if are_close(each.momenta, momenta))
-        twin = Twin()
-        for mine, theirs in zip(twin.weights, anchor, strict=True):
-            mine.copy_(theirs)
-        for mine, theirs in zip(twin.net.parameters(), source.momenta, strict=True):
-            twin.sgd.state[mine]["momentum_buffer"] = theirs.clone()
-        return twin
 
 
 def test_without_a_fault_it_is_local_steps(tmp_path: Path, quick_python: list[str]) -> None:
