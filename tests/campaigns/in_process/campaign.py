@@ -7,8 +7,10 @@ healed. Four fifths of the faults are met by one
 job (codec none, float64) whose last worker is spared and must not grow; the others by one with
 codec int8. Every job is judged: it ends with 0 without a restart of all, no straggler is evicted,
 every sample is committed once in each epoch, ranks have the same bits after every step, and the
-weights are those of one process without a fault to 1e-6 of the largest (codec none). oracle.py
-says what is counted. struck: faults that were met.
+weights are those of one process without a fault to 1e-6 of the largest (codec none). In local
+steps (--adapter local_steps) samples are used once but for those of lost workers, and weights are
+those of workers that one process computes. oracle.py says what is counted. struck: faults that
+were met.
 
     python -m tests.campaigns.in_process --adapter A --trials N --seed S --json FILE
 """
@@ -77,8 +79,10 @@ class Campaign:
         (folder / "plan.json").write_text(json.dumps(plan))
         began = time.monotonic()
         with verdict.judging():
-            alone = [*self.python, str(SCRIPTS["loop"]), str(folder)]
-            _run(alone, folder / "alone.txt", {}, trial.bound)
+            local = trial.adapter == "local_steps"
+            if not local:
+                alone = [*self.python, str(SCRIPTS["loop"]), str(folder)]
+                _run(alone, folder / "alone.txt", {}, trial.bound)
             options = ["--monitor-interval=0.05", "--standalone", f"--nproc-per-node={RANKS}"]
             launcher = [*self.python, "-m", "lightning_dist.elastic.launcher", *options]
             script = ["--no-python", *self.python, str(SCRIPTS[trial.adapter]), str(folder)]
@@ -89,7 +93,8 @@ class Campaign:
                 _run([*launcher, restarts, *script], folder / "output.txt", settings, trial.bound)
             except RuntimeError as error:
                 verdict.require(False, "hang" if isinstance(error, Hang) else "end", str(error))
-            judge(verdict, folder, strikes, codec=trial.codec, spared=trial.spared)
+            of_job = {"codec": trial.codec, "spared": trial.spared, "local": local}
+            judge(verdict, folder, strikes, **of_job)
         verdict.seconds = time.monotonic() - began
         if verdict.problems:
             print(f"{trial}: {verdict.problems[:5]}; see {folder}")

@@ -29,7 +29,7 @@ _KINDS: Mapping[str, float] = {
     "end of an epoch": 2,
 }
 """And how often they are drawn."""
-ADAPTERS = ("loop", "trainer")
+ADAPTERS = ("loop", "trainer", "local_steps")
 KINDS = (*_KINDS, "first step", "last step")
 _ACTIONS = {
     "os._exit": "exit",

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from local_twin import replay
+from recovering_loops import Net
 
 from tests.campaigns import harness
-from tests.campaigns.in_process.drawing import EPOCH_STEPS, RANKS, SIZE, Strike
+from tests.campaigns.in_process.drawing import BATCH, EPOCH_STEPS, RANKS, SIZE, Strike
 
 PROBLEMS = ("hang", "end", "restart", "evicted", "ids", "hash", "weights", "growth", "report")
 """hang: beyond the bound; end: not ended with 0; restart: all were started again; evicted: a
@@ -24,6 +26,11 @@ TOLERANCE = 1e-6
 """Of weights, relative to the largest (codec none, float64)."""
 GROWTH = {"resident_kb": 16_000, "fd": 8, "task": 4}
 """Of the worker that is spared, from a quarter of its generations on: what is allowed."""
+
+LOCAL_STEPS: dict[str, Any] = {
+    **{"method": "diloco", "sync_every": 2, "outer_lr": 0.7, "outer_momentum": 0.6}
+}
+"""Settings of the adapter of that name."""
 
 Line = dict[str, Any]
 
@@ -42,9 +49,19 @@ class Verdict(harness.Verdict):
 
 
 def judge(
-    verdict: Verdict, folder: Path, strikes: list[Strike], *, codec: str, spared: int | None
+    verdict: Verdict,
+    folder: Path,
+    strikes: list[Strike],
+    *,
+    codec: str,
+    spared: int | None,
+    local: bool = False,
 ) -> None:
-    """Look at all that a job has left in ``folder``."""
+    """Look at all that a job has left in ``folder``.
+
+    Args:
+        local: workers take local steps. Commits are outer steps then.
+    """
     lines = _read(folder)
     _count(verdict, folder, strikes)
     starts = {
@@ -61,26 +78,62 @@ def judge(
     for line in committed:
         hashes[line["committed"]].add(line["hash"])
         taken[line["committed"]].add(line["generation"])
-    verdict.require(sorted(hashes) == [*range(1, steps + 1)], "ids", f"steps {len(hashes)}/{steps}")
+    every_n = LOCAL_STEPS["sync_every"] if local else 1
+    expected = [*range(every_n, steps + 1, every_n)]
+    verdict.require(sorted(hashes) == expected, "ids", f"steps {len(hashes)}/{len(expected)}")
     unequal = [step for step, found in hashes.items() if len(found) > 1]
     verdict.require(not unequal, "hash", f"ranks differ after steps {unequal[:5]}")
     torn = [step for step, found in taken.items() if len(found) > 1]
     verdict.require(not torn, "ids", f"steps of several generations: {torn[:5]}")
+    if local:
+        _check_local_samples(verdict, every, lost=len(strikes))
+    else:
+        _check_samples(verdict, every, taken)
+    ends = [line for line in every if "end" in line]
+    same = len({(line["end"], line["hash"]) for line in ends}) == 1
+    verdict.require(same, "end", f"workers ended differently: {ends}")
+    verdict.require(all(line["finite"] for line in ends), "weights", "not finite")
+    if codec == "none" and local:
+        _compare_with_twin(verdict, folder, lines, steps)
+    elif codec == "none":
+        _compare(verdict, folder)
+    verdict.generations = max((line["generation"] for line in committed), default=0)
+    if spared is not None:
+        _check_growth(verdict, lines.get(f"0.{spared}.0", []))
+
+
+def _check_samples(verdict: Verdict, every: list[Line], taken: dict[int, set[int]]) -> None:
     ids = defaultdict(list)
     for line in every:
         if "computed" in line and line["generation"] in taken[line["computed"]]:
             ids[(line["computed"] - 1) // EPOCH_STEPS] += line["ids"]
     wrong = [epoch for epoch, found in ids.items() if sorted(found) != [*range(SIZE)]]
     verdict.require(not wrong, "ids", f"not every sample once in epochs {wrong[:5]}")
-    ends = [line for line in every if "end" in line]
-    same = len({(line["end"], line["hash"]) for line in ends}) == 1
-    verdict.require(same, "end", f"workers ended differently: {ends}")
-    verdict.require(all(line["finite"] for line in ends), "weights", "not finite")
-    if codec == "none":
-        _compare(verdict, folder)
-    verdict.generations = max((line["generation"] for line in committed), default=0)
-    if spared is not None:
-        _check_growth(verdict, lines.get(f"0.{spared}.0", []))
+
+
+def _check_local_samples(verdict: Verdict, every: list[Line], *, lost: int) -> None:
+    """A worker that is lost takes those of two steps with it: others may be so far ahead."""
+    ids = defaultdict(list)
+    for line in every:
+        if "batch" in line:
+            ids[(line["batch"] - 1) // EPOCH_STEPS] += line["ids"]
+    twice = [epoch for epoch, found in ids.items() if len(found) > len({*found})]
+    verdict.require(not twice, "ids", f"samples that were used twice in epochs {twice[:5]}")
+    missing = sum(SIZE - len(found) for found in ids.values())
+    verdict.require(missing <= lost * 2 * BATCH * RANKS // 2, "ids", f"{missing} samples missing")
+
+
+def _compare_with_twin(
+    verdict: Verdict, folder: Path, lines: dict[str, list[Line]], last: int
+) -> None:
+    anchor = replay(lines, folder, settings=LOCAL_STEPS, size=SIZE, last=last)
+    for path in folder.glob("weights-0.*.pt"):
+        own = torch.load(path)
+        mine = {key: own[key] for key, _ in Net().named_parameters()}
+        theirs = dict(zip(mine, anchor, strict=True))
+        verdict.error = max(verdict.error or 0.0, harness.relative_difference(mine, theirs))
+    assert verdict.error is not None, "no worker has left its weights"
+    verdict.require(verdict.error <= TOLERANCE, "weights", f"relative difference {verdict.error}")
 
 
 def _read(folder: Path) -> dict[str, list[Line]]:
