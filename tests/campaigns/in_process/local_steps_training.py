@@ -49,7 +49,8 @@ def train(folder: Path) -> None:
             return
         norm = norm_of([*of.anchor.tensors.values()])
         note(outer=of.reducer.step, workers=of.metrics()["outer/workers"], norm=norm)
-        number = generations.member.generation.number if again else begun_in
+        recovery: Any = of.reducer._recovery
+        number = recovery.generations.member.generation.number if again else begun_in
         worker.committed(of.attempted, generation=number, world_size=world_size, net=net)
 
     LocalUpdates._apply = applying  # type: ignore[method-assign]
