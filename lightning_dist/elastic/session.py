@@ -106,7 +106,9 @@ class ElasticSession:
         self._saved_step = -1  # of the last save that this start has asked for
         self.newest = ""
         """The newest checkpoint that is known to be durable, on all ranks."""
-        self._is_open = self._has_joined = False
+        self._is_open = False
+        self.has_joined = False
+        """Whether this process has joined others in a training, and has its state from them."""
 
     @property
     def members(self) -> Membership:
@@ -184,7 +186,7 @@ class ElasticSession:
             self._loop, self.resumed = loop, None
             self._saved_step, self.newest = facts["saved_step"], facts["newest"]
             self._retention, self._is_open = self._retained(loop), True
-            self._has_joined = True
+            self.has_joined = True
         known = facts or self.facts()
         run, seed = known["run_id"], known["seed"]
         self.history.move(self.settings.folder, ranks=members.ranks, run_id=run, seed=seed)
@@ -234,7 +236,7 @@ class ElasticSession:
             ValueError: ranks would take different batches.
         """
         world_size = self.members.world_size
-        if not self._has_joined:  # otherwise the others are in a step
+        if not self.has_joined:  # otherwise the others are in a step
             facts = {**self._loop.data.agreed, **self._loop.script}
             rule = "All ranks must train in the same way, on batches of the same data"
             self.members.ranks.require_equal(facts, rule=rule)

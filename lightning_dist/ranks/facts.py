@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -39,13 +40,31 @@ def all_bytes(
 ) -> list[bytes]:
     """The bytes of every rank, in rank order, padded with zeros to the longest. Collective."""
     channel = Channel(group, name="facts", limit=limit)
+    padded = _padded(mine, channel, device)
+    received = padded.new_empty(group.size() * len(padded))
+    channel.all_gather(received, padded).wait()
+    return [row.numpy().tobytes() for row in received.cpu().view(group.size(), -1)]
+
+
+def gather_objects(
+    mine: Any, channel: Channel, *, device: torch.device, to: int = 0
+) -> list[Any] | None:
+    """Objects of all ranks that can be pickled, on rank ``to``; None elsewhere. Collective."""
+    padded = _padded(pickle.dumps(mine), channel, device)
+    is_here = channel.group.rank() == to
+    parts = [torch.empty_like(padded) for _ in range(channel.group.size())] if is_here else None
+    channel.gather(parts, padded, to=to).wait()
+    if parts is None:
+        return None
+    return [pickle.loads(part.cpu().numpy().tobytes()) for part in parts]  # ends before the padding
+
+
+def _padded(mine: bytes, channel: Channel, device: torch.device) -> Tensor:
     length = torch.tensor([len(mine)], device=device)
     channel.all_reduce(length, op=dist.ReduceOp.MAX).wait()
     padded = torch.zeros(int(length), dtype=torch.uint8, device=device)
     padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    received = padded.new_empty(group.size() * int(length))
-    channel.all_gather(received, padded).wait()
-    return [row.numpy().tobytes() for row in received.cpu().view(group.size(), -1)]
+    return padded
 
 
 def require_equal(facts: list[Facts]) -> None:

@@ -2,9 +2,11 @@
 
     recovering_local_steps.py FOLDER SETTINGS
 
-SETTINGS is JSON: ``codec``, ``faults``, ``lost`` and ``joins`` as of ``recovering_loops.py``;
-``lag`` as ``[worker, step]``: it takes this step only when it knows that another one is lost, which
-dies a step later; ``updates``: more settings of these.
+SETTINGS is JSON: ``codec``, ``faults``, ``lost``, ``joins``, ``ranks`` and ``saves`` as of
+``recovering_loops.py``; ``fabric``: it has made model and optimizer; ``lag`` as ``[worker, step]``:
+it takes this step only when it knows that another one is lost: ``victim``, which dies a step
+later; ``awaits`` as ``[worker, step]``: it takes this step only when a newcomer waits; ``dies`` as
+``[worker, generation]``: in its first step there; ``updates``: more settings of these.
 """
 
 import faulthandler
@@ -12,6 +14,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from recovering_loops import (
     digest,
     written,
 )
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_dist import ElasticLoop, init_process_group, local_updates
@@ -39,8 +43,22 @@ SETTINGS: dict[str, Any] = {
     **{"method": "diloco", "sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.6},
     **{"overlap_steps": 0, "min_compress_numel": 0, "compile_kernels": False},
 }
-LAGS = "0.1.0"
-"""Who dies where another one lags."""
+
+
+def of_fabric(
+    module: nn.Module, sgd: torch.optim.Optimizer, settings: dict[str, Any]
+) -> tuple[Any, Any, LocalUpdates, Callable[[], list[int]]]:
+    """Model, optimizer, updates, and how Fabric tells rank and world size."""
+    from lightning.fabric import Fabric
+
+    from lightning_dist.fabric import LocalUpdateStrategy
+
+    strategy = LocalUpdateStrategy(**settings)
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    fabric.launch()
+    model, optimizer = fabric.setup(module, sgd)
+    assert strategy.updates is not None
+    return model, optimizer, strategy.updates, lambda: [fabric.global_rank, fabric.world_size]
 
 
 def train(folder: Path, told: dict[str, Any]) -> None:
@@ -51,7 +69,11 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(sgd, 1.0, 0.1, total_iters=20)
     init_process_group("gloo", recovery="in_process")
     settings = {**SETTINGS, "codec": told.get("codec", "none"), **told.get("updates", {})}
-    updates = local_updates(module, sgd, **settings)
+    model, optimizer, ranks = module, sgd, list[int]
+    if fabric := told.get("fabric", False):
+        model, optimizer, updates, ranks = of_fabric(module, sgd, settings)
+    else:
+        updates = local_updates(module, sgd, **settings)
     log = (folder / f"{own}.jsonl").open("a", buffering=1)
 
     def note(**facts: Any) -> None:
@@ -70,7 +92,12 @@ def train(folder: Path, told: dict[str, Any]) -> None:
     with ElasticLoop(
         folder / "ckpt",
         loader=DataLoader(Samples(), batch_size=BATCH, shuffle=True),
-        state={"model": module, "optimizer": sgd, "scheduler": scheduler, "updates": updates},
+        state={
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "updates": updates,
+        },
         every_n_train_steps=told.get("saves", 4),
         seed=5,
         recovery="in_process",
@@ -88,28 +115,36 @@ def train(folder: Path, told: dict[str, Any]) -> None:
                     world = loop._run.session.members.world_size
                     if begun >= told.get("joins", 1 << 20):
                         await_newcomers(
-                            recovery.generations, missing=3 - world, heartbeat=loop.heartbeat
+                            recovery.generations,
+                            missing=told.get("ranks", 3) - world,
+                            heartbeat=loop.heartbeat,
                         )
                     slow, at = told.get("lag", ("", -1))
                     if (own, begun) == (slow, at):
                         await_true(lambda: recovery.is_broken, "a rank is lost")
-                    if (own, begun) == (LAGS, at + 1) and slow:
+                    if (own, begun) == (told.get("victim", "0.1.0"), at + 1) and slow:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if [own, begun] == told.get("awaits"):
+                        await_newcomers(recovery.generations, missing=1)
+                    number = recovery.generations.member.generation.number
+                    if [own, number] == told.get("dies"):
                         os.kill(os.getpid(), signal.SIGKILL)
                     faults.begin(begun, world=world, is_broken=lambda: recovery.is_broken)
                 faults.strike("forward")
                 factor = float(loop.scale_loss(torch.ones(())))
-                loss = loop.scale_loss((module(x) - x.flip(1)).square().mean())
+                loss = loop.scale_loss((model(x) - x.flip(1)).square().mean())
                 loss.backward()
                 generation = recovery.generations.member.generation.number
                 numbers = ids.tolist() if micro_batch.weight else []
                 note(batch=begun + 1, ids=numbers, factor=factor, epoch=epoch)
                 if loop.sync_gradients:
                     rate = sgd.param_groups[0]["lr"]
-                    sgd.step()
-                    sgd.zero_grad()
+                    note(taken=begun + 1, lr=rate, generation=generation, ranks=ranks())
+                    optimizer.step()
+                    if not fabric:  # whose strategy does it
+                        updates.step()
+                    optimizer.zero_grad()
                     scheduler.step()
-                    note(taken=begun + 1, lr=rate, generation=generation)
-                    updates.step()
                     faults.strike("after the step")
                     loop.step_done()
         updates.finish()

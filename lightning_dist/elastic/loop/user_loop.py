@@ -228,8 +228,11 @@ class UserLoop(RecoverableLoop):
         """Say where training goes on; whether anything of so many epochs is left."""
         first, now = self.data.layouts
         if self.position.epoch >= epochs:
-            self.session.nothing_is_left(now)
-            self.is_complete = True
+            if self.session.has_joined:  # others who have taken the last step
+                self.complete()
+            else:
+                self.session.nothing_is_left(now)
+                self.is_complete = True
             return False
         self.session.begin(first, now)
         return True

@@ -7,12 +7,13 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_dist.elastic.process.lifecycle import EXIT_RESTART
 from lightning_dist.elastic.recovery.generations import Generations
 from lightning_dist.elastic.recovery.protocol import Generation
 from lightning_dist.elastic.recovery.regroup import require_no_names_of_ranks, require_passes
 from lightning_dist.elastic.recovery.worker import WorkerRecovery
 from lightning_dist.ranks.agreement import Membership
-from lightning_dist.sync.local.outer_steps import LocalUpdates
+from lightning_dist.sync.local.outer_steps import LocalUpdates, NotAppliedError
 
 
 class LocalStepRecovery(WorkerRecovery):
@@ -55,18 +56,29 @@ class LocalStepRecovery(WorkerRecovery):
             script={**script, **updates.settings.outer},
         )
         self._updates, self._taken = updates, steps
-        self._goes_on_from = 0  # step of the worker that was farthest
+        self._farthest = 0  # step of the worker that was
+        self._meets: Membership | None = None  # members some of whom were behind
 
     @property
     @override
     def is_behind(self) -> bool:
-        return self._taken() < self._goes_on_from
+        return self._taken() < self._farthest
 
     @override
     def synchronize(self) -> None:
-        """Take an outer step that has failed."""
+        """Take an outer step that has failed, and wait for those that were behind.
+
+        If the generation ended before, they would still have the shards of the one before, and the
+        others have used some of theirs.
+        """
         super().synchronize()
-        self._updates.exchange_again()
+        try:
+            self._updates.exchange_again()
+        except NotAppliedError as error:
+            self.generations.end(str(error), code=EXIT_RESTART)
+        if self._meets is not None and not self.must_change:
+            self._meets.ranks.gather(None)
+            self._meets = None
 
     @override
     def transfer_state(
@@ -79,9 +91,11 @@ class LocalStepRecovery(WorkerRecovery):
 
     @override
     def _source(self, generation: Generation, members: Membership) -> int:
-        taken = members.ranks.gather(self._taken() if self._has_state else -1)
-        self._goes_on_from = max(taken)
-        return taken.index(self._goes_on_from)
+        taken = members.ranks.gather(self._taken() if self._has_state else None)
+        known = [steps for steps in taken if steps is not None]
+        self._farthest = max(known)
+        self._meets = members if min(known) < self._farthest else None
+        return taken.index(self._farthest)
 
     @override
     def shared_state(self) -> dict[str, Any]:
@@ -101,10 +115,11 @@ def require_recoverable_updates(updates: LocalUpdates) -> None:
             f"recovery='in_process' of local steps is for models on the CPU, got one on {device}; "
             "use recovery='restart'"
         )
-    if updates.shards is not None:
+    if updates.sync.is_in_ddp or updates.shards is not None:
         raise ValueError(
-            "recovery='in_process' needs workers of one rank each, and here the model is sharded "
-            "over several; use recovery='restart'"
+            "recovery='in_process' of local steps needs a model that each rank has as a whole, and "
+            "not in DistributedDataParallel, which communicates in its forward pass; give "
+            "local_updates() the model itself, or use recovery='restart'"
         )
     if settings.overlap_steps or settings.ddp_steps:
         named = "overlap_steps" if settings.overlap_steps else "ddp_steps"

@@ -20,7 +20,7 @@ class RecoverableLoop(TrainingLoop):
     """A session whose ranks may be lost: what all ranks do between two steps, until they can."""
 
     session: ElasticSession
-    _is_late = False  # behind the others in another generation, whose shards it does not have yet
+    _has_old_shards = False  # of the generation before, in which others were farther
     recovery: WorkerRecovery | None = None
     """None where lost ranks mean a restart of all."""
 
@@ -75,11 +75,14 @@ class RecoverableLoop(TrainingLoop):
             try:
                 if recovery.must_change:
                     self.enter(*recovery.change())
-                if recovery.is_behind:
-                    break
-                if self._is_late:
+                if recovery.is_behind:  # its next step needs nobody
+                    self.report_outage(recovery)
+                    return
+                if self._has_old_shards:
                     self._go_on(self.here(), is_new=False)
                 recovery.synchronize()
+                if recovery.must_change:  # it has exchanged something
+                    continue
                 self.close_step()
                 break
             except RuntimeError as error:
@@ -111,8 +114,8 @@ class RecoverableLoop(TrainingLoop):
             recovery.join(handed["shared"])
         self.session.move(self, members, facts=None if handed is None else handed["session"])
         state: ElasticState = self.here() if handed is None else handed["here"]
-        self._is_late = recovery.is_behind
-        if not self._is_late:
+        self._has_old_shards = recovery.is_behind
+        if not self._has_old_shards:
             self._go_on(state, is_new=handed is not None)
         recovery.outage.enter(generation, members.ranks.gather(recovery.facts))
         if handed is not None:
@@ -120,7 +123,7 @@ class RecoverableLoop(TrainingLoop):
 
     def _go_on(self, state: ElasticState, *, is_new: bool) -> None:
         """Take the shards of the present members from ``state`` on; no collective."""
-        self._is_late = False
+        self._has_old_shards = False
         self.resume(state, is_new=is_new)
         before, (_, now) = state.layout, self.data.layouts
         factor = lr_factor(self.session.settings.batch_policy, before=before, now=now)

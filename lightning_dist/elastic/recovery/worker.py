@@ -51,7 +51,11 @@ class WorkerRecovery:
         self.generations, self.reducer = generations, reducer
         self.outage = Outage()
         self._module, self._device, self._steps = module, device, steps
-        self._script, self._mirror = dict(script), mirror
+        self._mirror = mirror
+        # Of the begin: layers may be frozen later, and a newcomer is at its begin.
+        facts = {**reducer.settings.fingerprint(), **script}
+        facts["parameters"] = describe_parameters(module)
+        self._facts = {name: repr(value) for name, value in facts.items()}
         reducer.leave_failures_to(self)
         self._arrivals = 0
         self._limit = reducer.network.limit  # of the groups that are being connected
@@ -229,12 +233,6 @@ class WorkerRecovery:
             reason="" if failure is None else str(failure)[:300],
             facts=self._facts,
         )
-
-    @property
-    def _facts(self) -> dict[str, str]:
-        settings = {**self.reducer.settings.fingerprint(), **self._script}
-        facts = {**settings, "parameters": describe_parameters(self._module)}
-        return {name: repr(value) for name, value in facts.items()}
 
     def _break(self) -> None:
         self.outage.begin()

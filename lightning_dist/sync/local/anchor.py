@@ -300,13 +300,16 @@ class Anchor:
         names = (before - idle) | used
         if names == before or not names:  # an optimizer of nothing cannot be made
             return
-        self._use(names)
-        for name, anchor in self.tensors.items():
+        among = self._shard_network or self._reducer.network
+        joined = {}
+        for name, parameter in self._parameters.items():
             if name in names - before:  # all begin alike, also where one has changed its own
-                among = self._shard_network or self._reducer.network
-                there = anchor.detach().to(among.device)
-                replicate({name: there}, among.data)
-                anchor.data.copy_(there)
+                own = self.tensors.get(name, parameter).detach()
+                joined[name] = own_part(own).to(among.device, self.dtype, copy=True)
+        replicate(joined, among.data)  # before anything is changed: it may fail
+        self._use(names)
+        for name, value in joined.items():
+            self.tensors[name].data.copy_(value)
 
     def _use(self, names: Collection[str]) -> None:
         """Exchange these parameters from now on; the outer optimizer keeps its state of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from lightning_dist.reducer.reducer import Reducer
 from lightning_dist.reducer.state import require_mapping
 from lightning_dist.reducer.stats import untraced
 from lightning_dist.settings.local_updates import LocalUpdateSettings
-from lightning_dist.sync.base import Sync
 from lightning_dist.sync.effect import require_effect
 from lightning_dist.sync.fsdp.checks import (
     require_all_sharded,
@@ -36,9 +35,16 @@ from lightning_dist.sync.local.anchor import Anchor, own_part, require_stepped
 from lightning_dist.sync.local.pseudo_gradients import PendingMean, PseudoGradients, average_buffers
 from lightning_dist.sync.local.worker_shards import WorkerShards, own_shards, spread_shards
 
+if TYPE_CHECKING:
+    from lightning_dist.sync.local.updates import LocalSync
+
 log = get_logger(__name__)
 
 STATE_VERSION = 2
+
+
+class NotAppliedError(RuntimeError):
+    """An outer step that counts on all workers could not be applied on this one."""
 
 
 def require_version(state: Mapping[str, Any]) -> None:
@@ -53,7 +59,7 @@ def require_version(state: Mapping[str, Any]) -> None:
 class LocalUpdates:
     """The outer steps of a model that is trained in local ones; see :func:`local_updates`."""
 
-    sync: Sync
+    sync: LocalSync
     """Part of it that frameworks use."""
 
     def __init__(
@@ -181,10 +187,7 @@ class LocalUpdates:
             moved = True
         else:
             moved = self._exchange()
-        self._exposed += perf_counter() - begin
-        if moved:
-            self._gradients.metrics["outer/exposed_ms"] = self._exposed * 1e3
-            self._exposed = 0.0
+        self._count_exposed(begin, moved=moved)
         for call in self.after_step:
             call()
         return moved
@@ -213,27 +216,35 @@ class LocalUpdates:
             self._apply(exchange)
         if number is not None and self.anchor.fragments[number].parameters:
             if not self.settings.overlap_steps:
-                return self._exchange_now(number, local)
+                try:
+                    self._exchange_now(number, local)
+                except RuntimeError as error:
+                    if not self.reducer.recovers or not is_of_collective(error):
+                        raise
+                    return False
+                return True
             due = local + self.settings.overlap_steps
             self._gradients.send(number, due=due, attempted=self.attempted)
         return moved
 
-    def _exchange_now(self, number: int, local: int) -> bool:
-        """Take the outer step of a fragment; whether it is taken. Collective."""
+    def _exchange_now(self, number: int, local: int) -> None:
+        """Take the outer step of a fragment. Collective."""
         trained = self.anchor.trained()
         try:
             self._average_buffers(number)
             self._gradients.send(number, due=local, attempted=self.attempted)
             exchange = self._gradients.take()
-        except RuntimeError as error:
+        except BaseException:
             self._gradients.under_way, self._due = None, number
             self.anchor.mark_trained(trained)
-            if not self.reducer.recovers or not is_of_collective(error):
-                raise
-            return False
-        self._apply(exchange)
-        self._due = None
-        return True
+            raise
+        self._due = None  # the step counts, on all workers
+        try:
+            self._apply(exchange)
+        except CollectiveError as error:
+            raise NotAppliedError(
+                f"a worker was lost while an outer step was applied: {error}"
+            ) from error
 
     def exchange_again(self) -> None:
         """Take the outer step whose exchange has failed, with the present workers. Collective.
@@ -243,15 +254,24 @@ class LocalUpdates:
 
         Raises:
             CollectiveError: a peer is lost, and all is as before.
+            NotAppliedError: a peer is lost, and other workers may be a step farther.
         """
-        local = self.attempted - self.settings.ddp_steps
-        if self._due is not None and not self._exchange_now(self._due, local):
-            raise CollectiveError(f"An exchange has failed: {self.reducer.failure}")
+        if self._due is not None:
+            begin = perf_counter()
+            self._exchange_now(self._due, self.attempted - self.settings.ddp_steps)
+            self._count_exposed(begin, moved=True)
+
+    def _count_exposed(self, begin: float, *, moved: bool) -> None:
+        """Note the time since ``begin``, in which training has waited."""
+        self._exposed += perf_counter() - begin
+        if moved:
+            self._gradients.metrics["outer/exposed_ms"] = self._exposed * 1e3
+            self._exposed = 0.0
 
     def _average_buffers(self, number: int) -> None:
         if number == 0:  # once a window; first, as a lost peer must leave all as it is
             held = list(self.module.buffers())
-            average_buffers(held, self.reducer.network, share=self._gradients.share)
+            average_buffers(held, self.reducer.network, share=self._gradients.own_share)
 
     def wait(self) -> None:
         """Wait for the exchange that is under way, if any; its mean is used when it is due."""
@@ -387,8 +407,10 @@ class LocalUpdates:
 
         Residuals are those of :meth:`.Reducer.shared_state`.
         """
-        exchange = self._gradients.state_for_newcomer()
-        return {**self._outer_state(), "trained": [], **exchange, "due": self._due}
+        state, exchange = self._outer_state(), self._gradients.state_for_newcomer()
+        # Not what is trained since the last exchange only: the outer optimizer does not have it.
+        state["anchor"] = {k: v for k, v in state["anchor"].items() if k in self.anchor.names}
+        return {**state, "trained": [], **exchange, "due": self._due}
 
     def join(self, state: Mapping[str, Any]) -> None:
         """Begin as a worker of a training whose :meth:`state_for_newcomer` this is."""

@@ -134,6 +134,11 @@ class PseudoGradients:
         self.metrics: dict[str, float] = {}
         """Metrics of the last exchange."""
 
+    @property
+    def own_share(self) -> float:
+        """Share of a worker that this rank is in means of buffers."""
+        return 0.0 if self.is_new else self.share
+
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self._anchor.dtype, device=self._reducer.network.device)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dist.base.private import map_tensors
-from lightning_dist.ranks.facts import Read, Spread, read_whole, run_of
+from lightning_dist.ranks.facts import Read, Spread, gather_objects, read_whole, run_of
 from lightning_dist.sync.fsdp.checks import require_alike
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.anchor import first_row
@@ -77,9 +77,8 @@ class WorkerStates:
             buffers, between = shards.objects(buffers), shards.between
             if buffers is None:
                 return None
-        workers = [None] * between.world_size if between.rank == to else None
         own = {**own, "buffers": buffers}
-        dist.gather_object(own, workers, group=between.data.group, group_dst=to)
+        workers = gather_objects(own, between.state, device=between.device, to=to)
         return None if shared is None else {"shared": shared, "workers": workers}
 
     def _whole(self, tensor: Tensor) -> Tensor:

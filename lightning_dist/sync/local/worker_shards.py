@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.ranks import host_name
 from lightning_dist.ranks.channel import Channel
-from lightning_dist.ranks.facts import Read, Spread, all_facts
+from lightning_dist.ranks.facts import Read, Spread, all_facts, gather_objects
 from lightning_dist.ranks.levels import Nodes
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.plan.slices import ParameterSlice
@@ -125,9 +125,7 @@ class WorkerShards:
 
     def objects(self, own: Any) -> list[Any] | None:
         """Objects of all ranks of the worker, on its first rank; None elsewhere. Collective."""
-        of_ranks = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(own, of_ranks, group=self._inside.group, group_dst=0)
-        return of_ranks
+        return gather_objects(own, self._inside, device=self._device)
 
 
 def spread_shards(

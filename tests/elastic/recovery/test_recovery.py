@@ -63,6 +63,15 @@ def test_a_killed_rank_costs_no_sample_and_changes_no_weight(
     assert all(f"step {step} is repeated" in job.output for step in redone)
 
 
+def test_a_newcomer_that_finds_nothing_left_ends_with_the_others(
+    tmp_path: Path, quick_python: list[str]
+) -> None:
+    job = LoopJob(tmp_path, quick_python, faults=[["0.1.0", "forward", LAST - 2]], joins=[LAST - 1])
+    assert "started worker 0.1.1" in job.output
+    assert not job.steps_of("0.1.1")
+    job.require_exact()
+
+
 @of_both
 @pytest.mark.parametrize("who", ["one", "all", "one in a pause"])
 def test_sigterm_leads_to_a_checkpoint(
