@@ -8,6 +8,7 @@ import torch
 from local_worlds import Worker, World, on_threads, plain, require_same, sgd
 
 from lightning_dist.ranks.failures import CollectiveError
+from lightning_dist.sync.local.outer_steps import NotAppliedError
 
 RECOVERY: Any = SimpleNamespace(
     pauses=lambda: False, failed=lambda error: None, vote_result=lambda: None
@@ -79,6 +80,39 @@ def test_a_worker_that_joins_has_no_part_before_its_first_step(world: World) -> 
     require_same(*world.of_all(worker.anchors()))
     worker.train(2)
     assert worker.updates.metrics()["outer/workers"] == 2
+
+
+@on_threads(2)
+def test_a_layer_that_could_not_be_sent_is_sent_again(world: World) -> None:
+    """Workers know it from then on with the weights of the first one, whatever their own are."""
+    model = plain()
+    model[2].requires_grad_(False)
+    worker = world.worker(model, sgd, codec="none", **{**SETTINGS, "weigh_by": "workers"})
+    worker.updates.reducer.leave_failures_to(RECOVERY)
+    worker.train(3)
+    model[2].requires_grad_(True)
+    with torch.no_grad():
+        model[2].weight.add_(world.rank.rank)
+    worker.learn()
+    data, names = worker.updates.reducer.network.data, worker.updates.anchor.names
+    launch = data.broadcast
+
+    def gone(*_: Any, **__: Any) -> NoReturn:
+        raise CollectiveError("[test] a peer is gone")
+
+    data.broadcast = gone  # type: ignore[method-assign]
+    with pytest.raises(CollectiveError):
+        worker.updates.anchor.agree()
+    assert worker.updates.anchor.names == names
+    worker.updates.step()
+    worker.train(1)
+    with pytest.raises(NotAppliedError, match="while an outer step was applied"):
+        worker.train(1)
+    data.broadcast = launch  # type: ignore[method-assign]
+    worker.updates.anchor.agree()
+    assert worker.updates.anchor.names - names == {"2.weight", "2.bias"}
+    weights = [anchor.detach() for anchor in worker.updates.anchor.tensors.values()]
+    require_same(*world.of_all(weights))
 
 
 @on_threads(2)
