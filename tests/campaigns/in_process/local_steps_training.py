@@ -40,16 +40,16 @@ def train(folder: Path) -> None:
     settings = {**LOCAL_STEPS, **COMPRESSION, "codec": plan["codec"]}
     updates = local_updates(net, optimizer, **settings)
     apply = LocalUpdates._apply
-    begun_in, world_size = 0, 0  # of the step under way
+    begun_in, begun_with, world_size = 0, 0, 0  # of the step under way
 
     def applying(of: LocalUpdates, *arguments: Any, **named: Any) -> None:
-        again = of._due is not None
         apply(of, *arguments, **named)
         if named:  # the mean at the end is no outer step
             return
         norm = norm_of([*of.anchor.tensors.values()])
         note(outer=of.reducer.step, workers=of.metrics()["outer/workers"], norm=norm)
         recovery: Any = of.reducer._recovery
+        again = of.reducer.generation != begun_with  # in the groups of another generation
         number = recovery.generations.member.generation.number if again else begun_in
         worker.committed(of.attempted, generation=number, world_size=world_size, net=net)
 
@@ -73,6 +73,7 @@ def train(folder: Path) -> None:
                 begun = loop.steps
                 if loop.micro_batch.begins_step:
                     begun_in = generations.member.generation.number
+                    begun_with = updates.reducer.generation
                     world_size = loop._run.session.members.world_size
                     worker.begin(begun, generations, world_size=world_size)
                 met("forward")

@@ -86,7 +86,7 @@ def judge(
     torn = [step for step, found in taken.items() if len(found) > 1]
     verdict.require(not torn, "ids", f"steps of several generations: {torn[:5]}")
     if local:
-        _check_local_samples(verdict, every, lost=len(strikes))
+        _check_local_samples(verdict, lines, lost=len(strikes))
     else:
         _check_samples(verdict, every, taken)
     ends = [line for line in every if "end" in line]
@@ -111,15 +111,23 @@ def _check_samples(verdict: Verdict, every: list[Line], taken: dict[int, set[int
     verdict.require(not wrong, "ids", f"not every sample once in epochs {wrong[:5]}")
 
 
-def _check_local_samples(verdict: Verdict, every: list[Line], *, lost: int) -> None:
-    """A worker that is lost takes those of two steps with it: others may be so far ahead."""
-    ids = defaultdict(list)
-    for line in every:
-        if "batch" in line:
-            ids[(line["batch"] - 1) // EPOCH_STEPS] += line["ids"]
-    twice = [epoch for epoch, found in ids.items() if len(found) > len({*found})]
+def _check_local_samples(verdict: Verdict, lines: dict[str, list[Line]], *, lost: int) -> None:
+    """A worker that is lost takes those of two steps with it: others may be so far ahead.
+
+    Or it was itself, and others use them.
+    """
+    ids, of_all = defaultdict(list), defaultdict(set)
+    for found in lines.values():
+        batches = [line for line in found if "batch" in line]
+        is_lost = not any("end" in line for line in found)
+        for line in batches:
+            epoch = (line["batch"] - 1) // EPOCH_STEPS
+            of_all[epoch] |= {*line["ids"]}
+            if not is_lost or line["batch"] <= batches[-1]["batch"] - 2:
+                ids[epoch] += line["ids"]
+    twice = [epoch for epoch, used in ids.items() if len(used) > len({*used})]
     verdict.require(not twice, "ids", f"samples that were used twice in epochs {twice[:5]}")
-    missing = sum(SIZE - len(found) for found in ids.values())
+    missing = sum(SIZE - len(used) for used in of_all.values())
     verdict.require(missing <= lost * 2 * BATCH * RANKS // 2, "ids", f"{missing} samples missing")
 
 
