@@ -18,7 +18,8 @@ from lightning_dist.ranks.facts import Read, Spread, gather_objects, read_whole,
 from lightning_dist.sync.fsdp.checks import require_alike
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.anchor import first_row
-from lightning_dist.sync.local.outer_steps import LocalUpdates, require_version
+from lightning_dist.sync.local.anchored import require_version
+from lightning_dist.sync.local.outer_steps import LocalUpdates
 
 NOT_SHARDED = (
     "format='sharded' needs the same state on all ranks, and with local steps every worker has its "
