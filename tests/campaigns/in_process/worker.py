@@ -61,6 +61,7 @@ class Strikes:
         self._local_rank = int(worker.split(".")[1]) if worker else -2
         self._is_spared = self._local_rank == spared
         self.step = -1
+        self.raises: type[Exception] = RuntimeError
         self.joins = {each.step - before for each in strikes for before in (1, 2)}
         """Steps that begin when all newcomers wait, so that the next strikes find all ranks."""
 
@@ -87,7 +88,7 @@ class Strikes:
         if action == "exit":
             os._exit(3)
         if action == "raise":
-            raise RuntimeError("planted")
+            raise self.raises("planted")
         if action in ("pause", "stop for long"):
             seconds = PAUSE if action == "pause" else LONG_PAUSE
             wakes = ["sh", "-c", f"sleep {seconds}; kill -CONT {own}"]
