@@ -32,8 +32,8 @@ from tests.campaigns.in_process.worker import (
 def train(folder: Path) -> None:
     worker = Worker(folder, UserLoop)
     plan, met, note = worker.plan, worker.strikes.met, worker.note
-    # A RuntimeError may be that of a collective: while another rank is known to be lost, and that is
-    # for a step here, all restart.
+    # A RuntimeError may be that of a collective, so all restart while another rank is known to be
+    # lost; and that is for a step here.
     worker.strikes.raises = ValueError
     net = Net()
     net.layers[1].weight.register_hook(lambda _: met("between buckets"))
