@@ -115,18 +115,18 @@ def require_recoverable_updates(updates: LocalUpdates) -> None:
             f"recovery='in_process' of local steps is for models on the CPU, got one on {device}; "
             "use recovery='restart'"
         )
-    if updates.sync.is_in_ddp or updates.shards is not None:
-        raise ValueError(
-            "recovery='in_process' of local steps needs a model that each rank has as a whole, and "
-            "not in DistributedDataParallel, which communicates in its forward pass; give "
-            "local_updates() the model itself, or use recovery='restart'"
-        )
     if settings.overlap_steps or settings.ddp_steps:
         named = "overlap_steps" if settings.overlap_steps else "ddp_steps"
         raise ValueError(
             "recovery='in_process' takes an outer step again that has failed, and neither an "
             "exchange over which workers go on nor a step of plain DDP can be, got "
             f"{named}={getattr(settings, named)}; set it to 0, or use recovery='restart'"
+        )
+    if updates.sync.is_in_ddp or updates.shards is not None:
+        raise ValueError(
+            "recovery='in_process' of local steps needs a model that each rank has as a whole, and "
+            "not in DistributedDataParallel, which communicates in its forward pass; give "
+            "local_updates() the model itself, or use recovery='restart'"
         )
     require_passes(updates.module)
     require_no_names_of_ranks(settings)

@@ -22,7 +22,7 @@ from tests.campaigns.in_process.oracle import PROBLEMS, Verdict, judge
     [
         ("loop", "--trials 10 --seed 5", ["none", "int8"]),
         ("trainer", "--trials 15 --seed 5", ["none", "int8"]),
-        ("local_steps", "--trials 10 --seed 5", ["none", "int8"]),
+        ("local_steps", "--trials 20 --seed 5", ["none", "int8"]),
         pytest.param(
             *("loop", "--trials 20 --seed 6", ["none", "int8"]), marks=pytest.mark.exhaustive
         ),

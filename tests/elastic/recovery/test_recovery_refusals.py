@@ -78,11 +78,14 @@ def test_models(make: Any, says: str) -> None:
         ({"method": "streaming", "overlap_steps": 2}, "got overlap_steps=2; set it to 0"),
         ({"method": "post_local_sgd", "ddp_steps": 5}, "got ddp_steps=5; set it to 0"),
         ({"ranks_per_node": 1}, "ranks_per_node and rank_groups name ranks"),
+        ({"ddp": True}, "and not in DistributedDataParallel, which communicates in its forward"),
     ],
 )
 def test_local_updates(given: dict[str, Any], says: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    synced = DistributedDataParallel(model) if "ddp_steps" in given else model
+    wraps = not given.keys().isdisjoint({"ddp", "ddp_steps"})
+    given = {name: value for name, value in given.items() if name != "ddp"}
+    synced = DistributedDataParallel(model) if wraps else model
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     settings: dict[str, Any] = {"fragments": 2} if given.get("method") == "streaming" else {}
     updates = local_updates(synced, sgd, **settings, **given)
