@@ -122,7 +122,7 @@ def require_recoverable_updates(updates: LocalUpdates) -> None:
             "exchange over which workers go on nor a step of plain DDP can be, got "
             f"{named}={getattr(settings, named)}; set it to 0, or use recovery='restart'"
         )
-    if updates.sync.is_in_ddp or updates.shards is not None:
+    if updates.is_in_ddp or updates.shards is not None:
         raise ValueError(
             "recovery='in_process' of local steps needs a model that each rank has as a whole, and "
             "not in DistributedDataParallel, which communicates in its forward pass; give "

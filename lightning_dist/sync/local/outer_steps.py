@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,12 @@ from lightning_dist.ranks.failures import CollectiveError, is_of_collective
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.stats import untraced
 from lightning_dist.settings.local_updates import LocalUpdateSettings
+from lightning_dist.sync.base import Sync
 from lightning_dist.sync.fsdp.checks import require_all_sharded, reshard, sharded_groups
 from lightning_dist.sync.fsdp.replicas import local_of
 from lightning_dist.sync.local.anchor import require_stepped
 from lightning_dist.sync.local.anchored import AnchoredModel, take_anchor
 from lightning_dist.sync.local.pseudo_gradients import PendingMean, average_buffers
-
-if TYPE_CHECKING:
-    from lightning_dist.sync.local.updates import LocalSync
 
 log = get_logger(__name__)
 
@@ -34,7 +32,7 @@ class NotAppliedError(RuntimeError):
 class LocalUpdates(AnchoredModel):
     """The outer steps of a model that is trained in local ones; see :func:`local_updates`."""
 
-    sync: LocalSync
+    sync: Sync
     """Part of it that frameworks use."""
 
     def __init__(
@@ -49,6 +47,8 @@ class LocalUpdates(AnchoredModel):
         """
         self.after_step: list[Callable[[], None]] = []
         """Called at the end of every :meth:`step`."""
+        self.is_in_ddp = False
+        """Whether the model was given in DistributedDataParallel."""
         self._exposed = 0.0  # seconds in exchanges since the anchor has moved
         self._has_stepped = self._has_finished = False
         self._optimizers: list[Optimizer] = []

@@ -103,8 +103,6 @@ class LocalSync(Sync):
         self._hooked: WeakSet[Optimizer] = WeakSet()
         self._states: WorkerStates | None = None
         self._samples: float | None = None
-        self.is_in_ddp = False
-        """Whether the model was given in DistributedDataParallel."""
         updates.sync = self
 
     @classmethod
@@ -169,8 +167,8 @@ class LocalSync(Sync):
         )
         if synced is not None:
             updates.reducer.at_close.append(TrainedSet(synced, updates.reducer.names).close)
+        updates.is_in_ddp = case.ddp is not None
         sync = cls(updates)
-        sync.is_in_ddp = case.ddp is not None
         remember(module, sync)
         if network.rank == 0 and network.world_size > 1:
             if settings.outer_optimizer is None:

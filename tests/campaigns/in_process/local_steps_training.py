@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_twin import norm_of
 from recovering_loops import Net
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -18,6 +17,7 @@ from lightning_dist.elastic.recovery.local_steps import LocalStepRecovery
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from tests.campaigns.in_process.drawing import SAVES
 from tests.campaigns.in_process.oracle import LOCAL_STEPS
+from tests.campaigns.in_process.twin import norm_of
 from tests.campaigns.in_process.worker import (
     COMPRESSION,
     MOMENTUM,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_twin import replay
 from recovering_loops import Net
 
 from tests.campaigns import harness
 from tests.campaigns.in_process.drawing import BATCH, EPOCH_STEPS, RANKS, SIZE, Strike
+from tests.campaigns.in_process.twin import replay
 
 PROBLEMS = ("hang", "end", "restart", "evicted", "ids", "hash", "weights", "growth", "report")
 """hang: beyond the bound; end: not ended with 0; restart: all were started again; evicted: a

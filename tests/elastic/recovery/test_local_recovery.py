@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from local_twin import are_close, replay
 from needs import needs
 from recovering_jobs import LoopJob
-from recovering_local_steps import SETTINGS
 from recovering_loops import EPOCHS, SIZE, Net
 
 from lightning_dist.base.features import RECOVERY
+from tests.campaigns.in_process.twin import are_close, replay
+from tests.elastic.recovery.recovering_local_steps import SETTINGS
 
 SHARE = 4
 """Samples of a worker in a step of all."""
@@ -22,7 +22,7 @@ pytestmark = [needs(RECOVERY), pytest.mark.slow, pytest.mark.timeout(400), pytes
 class LocalJob(LoopJob):
     """Three workers in local steps of which the third one exchanges."""
 
-    script = Path(__file__).parents[2] / "support/recovering_local_steps.py"
+    script = Path(__file__).with_name("recovering_local_steps.py")
 
     @property
     def steps(self) -> int:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from local_twin import norm_of
 from recovering_loops import (
     BATCH,
     EPOCHS,
@@ -38,6 +37,7 @@ from lightning_dist import ElasticLoop, init_process_group, local_updates
 from lightning_dist.elastic.loop.user_loop import UserLoop
 from lightning_dist.elastic.recovery.local_steps import LocalStepRecovery
 from lightning_dist.sync.local.outer_steps import LocalUpdates
+from tests.campaigns.in_process.twin import norm_of
 
 SETTINGS: dict[str, Any] = {
     **{"method": "diloco", "sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.6},
