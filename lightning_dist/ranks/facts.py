@@ -56,7 +56,8 @@ def gather_objects(
     channel.gather(parts, padded, to=to).wait()
     if parts is None:
         return None
-    return [pickle.loads(part.cpu().numpy().tobytes()) for part in parts]  # ends before the padding
+    # An object ends before the padding.
+    return [pickle.loads(part.cpu().numpy().data) for part in parts]
 
 
 def _padded(mine: bytes, channel: Channel, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_dist.base.log import get_logger
-from lightning_dist.ranks.failures import CollectiveError, is_of_collective
+from lightning_dist.ranks.failures import is_of_collective
 from lightning_dist.reducer.network import Network
 from lightning_dist.reducer.stats import untraced
 from lightning_dist.settings.local_updates import LocalUpdateSettings
@@ -159,7 +159,9 @@ class LocalUpdates(AnchoredModel):
         self._due = None  # the step counts, on all workers
         try:
             self._apply(exchange)
-        except CollectiveError as error:
+        except RuntimeError as error:
+            if not is_of_collective(error):
+                raise
             raise NotAppliedError(
                 f"a worker was lost while an outer step was applied: {error}"
             ) from error
