@@ -6,7 +6,8 @@ SETTINGS is JSON: ``codec``, ``faults``, ``lost``, ``joins``, ``ranks`` and ``sa
 ``recovering_loops.py``; ``fabric``: it has made model and optimizer; ``lag`` as ``[worker, step]``:
 it takes this step only when it knows that another one is lost: ``victim``, which dies a step
 later; ``awaits`` as ``[worker, step]``: it takes this step only when a newcomer waits; ``dies`` as
-``[worker, generation]``: in its first step there; ``updates``: more settings of these.
+``[worker, generation]``: in its first step there, for which those that are behind give it time;
+``updates``: more settings of these.
 """
 
 import faulthandler
@@ -36,6 +37,7 @@ from torch.utils.data import DataLoader
 from lightning_dist import ElasticLoop, init_process_group, local_updates
 from lightning_dist.elastic.loop.user_loop import UserLoop
 from lightning_dist.elastic.recovery.local_steps import LocalStepRecovery
+from lightning_dist.elastic.recovery.protocol import Keys
 from lightning_dist.sync.local.outer_steps import LocalUpdates
 from tests.campaigns.in_process.twin import norm_of
 
@@ -59,6 +61,19 @@ def of_fabric(
     model, optimizer = fabric.setup(module, sgd)
     assert strategy.updates is not None
     return model, optimizer, strategy.updates, lambda: [fabric.global_rank, fabric.world_size]
+
+
+def await_beats(recovery: LocalStepRecovery, worker: str, generation: int) -> None:
+    """Wait until a worker has had some heartbeats in a generation: as far as it comes alone."""
+    seen = set[bytes]()
+
+    def has_been() -> bool:
+        beat = recovery.generations.member.store.get(Keys.beat(worker))
+        if beat.partition(b" ")[2].startswith(b"%d." % generation):
+            seen.add(beat.partition(b" ")[0])
+        return len(seen) > 3
+
+    await_true(has_been, f"{worker} beats in generation {generation}")
 
 
 def train(folder: Path, told: dict[str, Any]) -> None:
@@ -127,6 +142,8 @@ def train(folder: Path, told: dict[str, Any]) -> None:
                     if [own, begun] == told.get("awaits"):
                         await_newcomers(recovery.generations, missing=1)
                     number = recovery.generations.member.generation.number
+                    if recovery.is_behind and "dies" in told:
+                        await_beats(recovery, "0.0.0", number)
                     if [own, number] == told.get("dies"):
                         os.kill(os.getpid(), signal.SIGKILL)
                     faults.begin(begun, world=world, is_broken=lambda: recovery.is_broken)
