@@ -65,6 +65,11 @@ class LocalStepRecovery(WorkerRecovery):
         return self._taken() < self._farthest
 
     @override
+    def begin_step(self) -> None:
+        if not self.is_behind:  # the others did so in the generation before
+            super().begin_step()
+
+    @override
     def synchronize(self) -> None:
         """Take an outer step that has failed, and wait for those that were behind.
 

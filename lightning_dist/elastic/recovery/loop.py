@@ -20,7 +20,7 @@ class RecoverableLoop(TrainingLoop):
     """A session whose ranks may be lost: what all ranks do between two steps, until they can."""
 
     session: ElasticSession
-    _has_old_shards = False  # of the generation before, in which others were farther
+    _has_old_shards = False  # of an earlier generation, until this rank is as far as the others
     recovery: WorkerRecovery | None = None
     """None where lost ranks mean a restart of all."""
 
@@ -81,7 +81,7 @@ class RecoverableLoop(TrainingLoop):
                 if self._has_old_shards:
                     self._go_on(self.here(), is_new=False)
                 recovery.synchronize()
-                if recovery.must_change:  # it has exchanged something
+                if recovery.must_change:  # what it has exchanged may end this generation
                     continue
                 self.close_step()
                 break

@@ -28,8 +28,7 @@ class WorkerRecovery:
         module: that is trained.
         reducer: of its exchanges.
         device: of the module.
-        steps: that this worker has taken; a member that has taken fewer is given the state of one
-            that has not.
+        steps: number of steps that this worker has taken, of those that all take together.
         script: what the script says of the training; a newcomer must say the same.
         mirror: of the residuals, if they are copied to the next rank.
 

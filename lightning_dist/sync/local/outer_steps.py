@@ -36,9 +36,17 @@ class LocalUpdates(AnchoredModel):
     """Part of it that frameworks use."""
 
     def __init__(
-        self, module: nn.Module, settings: LocalUpdateSettings, *, network: Network, **ranks: Any
+        self, module: nn.Module, settings: LocalUpdateSettings, *, network: Network, **worker: Any
     ) -> None:
-        super().__init__(module, settings, network=network, **ranks)
+        """Begin with weights that are equal on all ranks; collective.
+
+        Args:
+            module: see :class:`.AnchoredModel`.
+            settings: see there.
+            network: see there.
+            **worker: see there.
+        """
+        super().__init__(module, settings, network=network, **worker)
         self.total_steps: int | None = None
         """Optimizer steps of the whole training, if known; equal on all ranks.
 

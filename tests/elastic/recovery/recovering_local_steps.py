@@ -156,7 +156,9 @@ def train(folder: Path, told: dict[str, Any]) -> None:
                 note(batch=begun + 1, ids=numbers, factor=factor, epoch=epoch)
                 if loop.sync_gradients:
                     rate = sgd.param_groups[0]["lr"]
-                    note(taken=begun + 1, lr=rate, generation=generation, ranks=ranks())
+                    far = recovery.generations.member.progress()
+                    taken = {"lr": rate, "generation": generation, "progress": far}
+                    note(taken=begun + 1, ranks=ranks(), **taken)
                     optimizer.step()
                     if not fabric:  # whose strategy does it
                         updates.step()

@@ -127,6 +127,16 @@ def test_workers_that_are_behind_go_on_alone(
     assert taken[step + 2] == 1  # alone: the other one has taken it in the generation before
     first = {line["taken"]: line["generation"] for line in job.lines["0.0.0"] if "taken" in line}
     assert first[step + 2] == 0
+    # Or a watchdog would take the wrong one for the one that hangs.
+    far = {
+        (line["taken"], line["generation"]): line["progress"]
+        for line in job.lines["0.0.0"]
+        if "taken" in line
+    }
+    again = [line for line in job.lines["0.2.0"] if line.get("generation") == 1]
+    both = [line for line in again if (line["taken"], 1) in far]
+    assert both
+    assert all(line["progress"] == far[line["taken"], 1] for line in both)
 
 
 @pytest.mark.parametrize("saves", [9, 100])

@@ -1,6 +1,7 @@
 """What cannot be recovered within the process, and is said before the training begins."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -90,6 +91,15 @@ def test_local_updates(given: dict[str, Any], says: str) -> None:
     settings: dict[str, Any] = {"fragments": 2} if given.get("method") == "streaming" else {}
     updates = local_updates(synced, sgd, **settings, **given)
     with pytest.raises(ValueError, match=says):
+        require_recoverable_updates(updates)
+
+
+def test_local_updates_on_a_device() -> None:
+    model = nn.Linear(8, 8)
+    updates = local_updates(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    device = torch.device("cuda", 0)
+    updates.reducer.network = replace(updates.reducer.network, device=device)
+    with pytest.raises(ValueError, match="models on the CPU, got one on cuda:0"):
         require_recoverable_updates(updates)
 
 
